@@ -1,0 +1,82 @@
+"""Dispatch and combine as autograd functions. Each one's backward is the other's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_ep.backends.base import Backend, Call, Plan
+from moe_ep.backends.reference import fp8_rows
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What both directions of an autograd function need beside tensors."""
+
+    backend: Backend
+    plan: Plan
+    new_call: Callable[[str], Call]
+    fp8_scale: str | None = None
+    dequantize: bool = True
+
+
+class Dispatch(torch.autograd.Function):
+    """(x [T, H], probs [T, K] or None) -> (tokens [N, H], scales or None, probs [N] or None)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor | None, exchange: Exchange, call: Call
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ctx.exchange, ctx.has_probs = exchange, probs is not None
+        arrived = exchange.backend.dispatch(exchange.plan, x, probs, call, exchange.fp8_scale)
+        if exchange.fp8_scale is None:
+            return arrived.rows, None, arrived.probs
+        if exchange.dequantize:
+            return fp8_rows(arrived, x.dtype), None, arrived.probs
+        ctx.mark_non_differentiable(arrived.rows, arrived.scales)
+        return arrived.rows, arrived.scales, arrived.probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_tokens: Tensor, _grad_scales: Tensor | None, grad_probs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None, None]:
+        exchange: Exchange = ctx.exchange
+        grad_x, grad_weights = exchange.backend.combine(
+            exchange.plan,
+            grad_tokens,
+            exchange.new_call("dispatch.backward"),
+            values=grad_probs if ctx.has_probs else None,
+        )
+        return grad_x, grad_weights, None, None
+
+
+class Combine(torch.autograd.Function):
+    """(rows [N, H], weights [N] or None) -> out [T, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor | None, exchange: Exchange, call: Call
+    ) -> Tensor:
+        ctx.exchange = exchange
+        if weights is not None:
+            ctx.save_for_backward(rows, weights)
+        return exchange.backend.combine(exchange.plan, rows, call, weights=weights)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        exchange: Exchange = ctx.exchange
+        call = exchange.new_call("combine.backward")
+        grad_rows = exchange.backend.dispatch(exchange.plan, grad_out, None, call).rows
+        if not ctx.saved_tensors:
+            return grad_rows, None, None, None
+        rows, weights = ctx.saved_tensors
+        wide = grad_rows.to(weights.dtype)
+        grad_weights = (wide * rows.to(weights.dtype)).sum(1)
+        return (wide * weights.unsqueeze(1)).to(rows.dtype), grad_weights, None, None

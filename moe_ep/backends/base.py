@@ -1,0 +1,87 @@
+"""What a backend is: one metadata exchange (`prepare`) and two verbs that move rows.
+
+`dispatch` copies token rows to expert rows, `combine` sums expert rows into token rows. Each is
+the other's backward, so autograd needs nothing else from a backend.
+
+Legend of shapes: T tokens of this rank, K slots per token (top-k times expert-tensor ranks),
+H hidden, R ranks of the group, L experts of one rank, N rows of this rank's result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Plan(Protocol):
+    """The routing of one dispatch: which row goes where. Built by `Backend.prepare`."""
+
+    num_tokens: int
+    num_slots: int
+    num_rows: int
+    tokens_per_expert: Tensor  # [L] int64 on the CPU, padding included
+    valid_tokens_per_expert: Tensor  # [L] int64 on the CPU, rows that hold a token
+
+
+@dataclass
+class DispatchedRows:
+    """Rows that arrived for the local experts, expert-major, with what came along."""
+
+    rows: Tensor  # [N, H]; padding rows are zero
+    scales: Tensor | None  # [N, H/128] fp32 where the rows are float8
+    probs: Tensor | None  # [N]; zero in padding rows
+
+
+@dataclass
+class Call:
+    """What an error message needs to know of the operation, and how long it may wait."""
+
+    operation: int
+    phase: str
+    timeout_s: float
+    error: Exception | None = None
+    """Bad input found on this rank: peers are told in place of data, then it is raised."""
+
+
+class Backend(Protocol):
+    """Moves rows between the ranks of one group. All methods are collective."""
+
+    name: str
+    checks_indices: bool
+    """Whether `prepare` itself reports expert ids out of range (the device finds them)."""
+
+    def prepare(self, topk_idx: Tensor | None, call: Call) -> Plan:
+        """Exchanges row counts. topk_idx: [T, K] integer ids over all R*L expert slots, -1 unused.
+
+        None only together with `call.error`.
+        """
+
+    def dispatch(
+        self, plan: Plan, x: Tensor, probs: Tensor | None, call: Call, fp8_scale: str | None = None
+    ) -> DispatchedRows:
+        """Sends row t of x [T, H] (and probs [T, K]) to the expert of every used slot of t.
+
+        With `fp8_scale` ("fp32" or "power_of_two") rows are quantised before they are sent.
+        """
+
+    def combine(
+        self,
+        plan: Plan,
+        rows: Tensor,
+        call: Call,
+        weights: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums the rows [N, H] of every token: out[t] = sum over k of weights * row, in k order.
+
+        weights: [N] multiply the rows before the sum. values: [N] are carried to their slots.
+        Accumulates in fp32 (fp64 for fp64 rows) and rounds once.
+
+        Returns:
+            out [T, H], and values [T, K] (zero in unused slots; None without `values`).
+        """
+
+    def destroy(self) -> None:
+        """Frees what the backend owns; idempotent, never waits for a dead peer."""

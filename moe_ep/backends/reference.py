@@ -1,0 +1,313 @@
+"""The reference backend: torch operations and point-to-point messages, on any device.
+
+Rows go straight from the sender's gathered buffer to their place in the receiver's result: the
+block of (expert, source rank) is contiguous on both sides, so each block is one message and
+nothing is sorted after arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep.backends.base import Call, DispatchedRows
+from moe_ep.backends.channel import Channel, Round
+from moe_ep.errors import CapacityError, PeerError
+from moe_ep.layout import FP8_BLOCK, EPLayout
+from moe_ep.quant import dequantize_fp8, quantize_fp8
+
+_MESSAGE_WORDS = 64
+_TOKENS_PER_BLOCK = 128  # of the sum in combine: its fp32 rows stay in the cache
+
+
+@dataclass(frozen=True)
+class ReferencePlan:
+    """Routing of one dispatch, as indices.
+
+    "Send order" is the order of this rank's rows by (destination rank, its expert, token, slot).
+    """
+
+    num_tokens: int
+    num_slots: int
+    num_rows: int
+    tokens_per_expert: Tensor
+    valid_tokens_per_expert: Tensor
+    token_of_row: Tensor  # [S] source token of each row in send order
+    slot_of_row: Tensor  # [S] token * K + k
+    row_of_slot: Tensor  # [T, K] place in send order; S for unused slots
+    outgoing: list[list[tuple[int, int]]]  # per peer: (first row in send order, rows) per expert
+    incoming: list[list[tuple[int, int]]]  # per peer: (first row of the result, rows) per expert
+    padding: list[tuple[int, int]]  # (first row of the result, rows) that no token fills
+
+    @property
+    def num_sent(self) -> int:
+        return self.token_of_row.numel()
+
+
+class ReferenceBackend:
+    """See `moe_ep.backends.base.Backend`."""
+
+    name = "reference"
+    checks_indices = False
+
+    def __init__(self, layout: EPLayout, group: dist.ProcessGroup, channel: Channel) -> None:
+        self.layout = layout
+        self.channel = channel
+        self.rank, self.size = channel.rank, channel.size
+        self.num_local_experts = layout.num_local_experts
+        self.num_slots_total = self.size * self.num_local_experts
+
+    def prepare(self, topk_idx: Tensor | None, call: Call) -> ReferencePlan:
+        counts = torch.zeros(self.num_slots_total, dtype=torch.int64)
+        if topk_idx is not None and call.error is None:
+            flat = topk_idx.reshape(-1).long()
+            counts = torch.bincount(flat[flat >= 0], minlength=self.num_slots_total).cpu()
+        matrix = self._exchange_counts(counts, call)
+        assert topk_idx is not None
+        self._check_capacity(matrix, call)
+        return self._plan(topk_idx.long(), matrix)
+
+    def dispatch(
+        self,
+        plan: ReferencePlan,
+        x: Tensor,
+        probs: Tensor | None,
+        call: Call,
+        fp8_scale: str | None = None,
+    ) -> DispatchedRows:
+        columns: list[Tensor] = []
+        if fp8_scale is not None:
+            q, scales = quantize_fp8(x, fp8_scale)
+            columns += [q.view(torch.uint8), scales]
+        else:
+            columns.append(x.contiguous())
+        by_slot = [] if probs is None else [probs.reshape(-1)]
+        outputs = self._scatter(plan, columns, by_slot, call)
+        rows = outputs[0].view(torch.float8_e4m3fn) if fp8_scale is not None else outputs[0]
+        return DispatchedRows(
+            rows=rows,
+            scales=outputs[1] if fp8_scale is not None else None,
+            probs=None if probs is None else outputs[-1],
+        )
+
+    def combine(
+        self,
+        plan: ReferencePlan,
+        rows: Tensor,
+        call: Call,
+        weights: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        columns = [rows.contiguous(), *(c.contiguous() for c in (weights, values) if c is not None)]
+        returned = self._gather(plan, columns, call)
+        weight_rows = returned[1] if weights is not None else None
+        out = _sum_slots(returned[0], plan.row_of_slot, weight_rows)
+        if values is None:
+            return out, None
+        return out, returned[-1][plan.row_of_slot]
+
+    def destroy(self) -> None:
+        """Nothing to free: no memory outlives a call."""
+
+    # -- rounds ---------------------------------------------------------------------------------
+
+    def _scatter(
+        self, plan: ReferencePlan, by_token: list[Tensor], by_slot: list[Tensor], call: Call
+    ) -> list[Tensor]:
+        """Sends columns indexed by token and by (token, slot) to their expert rows."""
+        sources = [(c, plan.token_of_row) for c in by_token]
+        sources += [(c, plan.slot_of_row) for c in by_slot]
+        outputs = [c.new_empty(plan.num_rows, *c.shape[1:]) for c, _ in sources]
+        for output in outputs:
+            for first, count in plan.padding:
+                output[first : first + count].zero_()
+        exchange = _CheckedRound(self.channel, call)
+        for peer in exchange.peers():
+            for first, count in plan.incoming[peer]:
+                for output in outputs:
+                    exchange.recv(peer, output[first : first + count])
+        for peer in exchange.peers():
+            for first, count in plan.outgoing[peer]:
+                for column, index in sources:
+                    exchange.send(peer, column.index_select(0, index[first : first + count]))
+        mine = zip(plan.outgoing[self.rank], plan.incoming[self.rank], strict=True)
+        for (sent, count), (arrived, _) in mine:
+            for (column, index), output in zip(sources, outputs, strict=True):
+                place = output[arrived : arrived + count]
+                torch.index_select(column, 0, index[sent : sent + count], out=place)
+        exchange.finish()
+        return outputs
+
+    def _gather(self, plan: ReferencePlan, columns: list[Tensor], call: Call) -> list[Tensor]:
+        """Returns expert rows to their source rank, in its send order; one zero row is appended."""
+        outputs = [c.new_empty(plan.num_sent + 1, *c.shape[1:]) for c in columns]
+        for output in outputs:
+            output[-1].zero_()
+        exchange = _CheckedRound(self.channel, call)
+        for peer in exchange.peers():
+            for first, count in plan.outgoing[peer]:
+                for output in outputs:
+                    exchange.recv(peer, output[first : first + count])
+        for peer in exchange.peers():
+            for first, count in plan.incoming[peer]:
+                for column in columns:
+                    exchange.send(peer, column[first : first + count])
+        mine = zip(plan.outgoing[self.rank], plan.incoming[self.rank], strict=True)
+        for (sent, count), (arrived, _) in mine:
+            for column, output in zip(columns, outputs, strict=True):
+                output[sent : sent + count].copy_(column[arrived : arrived + count])
+        exchange.finish()
+        return outputs
+
+    def _exchange_counts(self, counts: Tensor, call: Call) -> Tensor:
+        """Every rank's row counts per expert slot: [R, R*L] int64 on the CPU."""
+        exchange = _CheckedRound(self.channel, call)
+        device = self.channel.device()
+        matrix = torch.empty(self.size, self.num_slots_total, dtype=torch.int64, device=device)
+        matrix[self.rank] = counts
+        for peer in exchange.peers():
+            exchange.recv(peer, matrix[peer])
+        for peer in exchange.peers():
+            exchange.send(peer, matrix[self.rank])
+        exchange.finish()
+        return matrix.cpu()
+
+    # -- checks and indices -----------------------------------------------------------------------
+
+    def _check_capacity(self, matrix: Tensor, call: Call) -> None:
+        capacity = self.layout.dispatch.capacity
+        if capacity is None:
+            return
+        per_expert = _align(matrix.sum(0), self.layout.dispatch.row_alignment)
+        rows = per_expert.view(self.size, self.num_local_experts).sum(1)
+        worst = int(rows.argmax())
+        if int(rows[worst]) > capacity:
+            raise CapacityError(
+                f"rank {self.rank}: {call.phase}, operation {call.operation}: rank {worst} would "
+                f"receive {int(rows[worst])} rows, dispatch.capacity is {capacity}; raise it, or "
+                "drop tokens in the router"
+            )
+
+    def _plan(self, topk_idx: Tensor, matrix: Tensor) -> ReferencePlan:
+        num_tokens, num_slots = topk_idx.shape
+        local = self.num_local_experts
+        flat = topk_idx.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        slot_of_row = order[int((flat < 0).sum()) :]  # unused slots sort first
+        num_sent = slot_of_row.numel()
+        row_of_slot = torch.full_like(flat, num_sent)
+        row_of_slot[slot_of_row] = torch.arange(num_sent, device=flat.device)
+
+        valid = matrix.view(self.size, self.size, local)[:, self.rank]  # [source, expert]
+        blocks = _align(valid.sum(0), self.layout.dispatch.row_alignment)
+        starts = (blocks.cumsum(0) - blocks).tolist()
+        used = int(blocks.sum())
+        num_rows = self.layout.dispatch.capacity or used
+        ends = [start + n for start, n in zip(starts, valid.sum(0).tolist(), strict=True)]
+        bounds = [*starts[1:], num_rows]
+        before = (valid.cumsum(0) - valid).tolist()
+        per_source = valid.tolist()
+        sent = matrix[self.rank]
+        sent_start = (sent.cumsum(0) - sent).view(self.size, local).tolist()
+        sent_count = sent.view(self.size, local).tolist()
+        return ReferencePlan(
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+            num_rows=num_rows,
+            tokens_per_expert=blocks,
+            valid_tokens_per_expert=valid.sum(0),
+            token_of_row=slot_of_row // num_slots,
+            slot_of_row=slot_of_row,
+            row_of_slot=row_of_slot.view(num_tokens, num_slots),
+            outgoing=[
+                [(s, n) for s, n in zip(sent_start[p], sent_count[p], strict=True) if n]
+                for p in range(self.size)
+            ],
+            incoming=[
+                [(starts[e] + before[p][e], n) for e, n in enumerate(per_source[p]) if n]
+                for p in range(self.size)
+            ],
+            padding=[(a, b - a) for a, b in zip(ends, bounds, strict=True) if b > a],
+        )
+
+
+class _CheckedRound(Round):
+    """A round in which every message is preceded by the sender's status.
+
+    A rank with bad input sends its message of the expected size all the same, with the error's
+    text in the status; after the round the error is raised there and a PeerError elsewhere, and
+    the group can go on.
+    """
+
+    def __init__(self, channel: Channel, call: Call) -> None:
+        super().__init__(channel, call)
+        device = channel.device()
+        text = "" if call.error is None else f"{type(call.error).__name__}: {call.error}"
+        mine = _pack(text).to(device)
+        self._status = {peer: torch.empty_like(mine) for peer in self.peers()}
+        for peer, theirs in self._status.items():
+            self.recv(peer, theirs)
+        for peer in self.peers():
+            self.send(peer, mine)
+
+    def finish(self) -> None:
+        super().finish()
+        call, rank = self.call, self.channel.rank
+        if call.error is not None:
+            raise call.error
+        for peer in sorted(self._status):
+            text = _unpack(self._status[peer])
+            if text:
+                raise PeerError(
+                    f"rank {rank}: rank {peer} gave bad input to {call.phase}, operation "
+                    f"{call.operation}: {text}"
+                )
+
+
+def _pack(text: str) -> Tensor:
+    data = text.encode()[: _MESSAGE_WORDS * 8].ljust(_MESSAGE_WORDS * 8, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _unpack(status: Tensor) -> str:
+    return bytes(status.cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _align(counts: Tensor, multiple: int) -> Tensor:
+    return (counts + multiple - 1) // multiple * multiple
+
+
+def _sum_slots(rows: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
+    """out[t] = sum over k of rows[row_of_slot[t, k]] in k order, rounded once.
+
+    rows: [S+1, H], the last one zero. weights: [S+1] or None.
+    """
+    num_tokens, num_slots = row_of_slot.shape
+    out = rows.new_empty(num_tokens, rows.shape[1])
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    for first in range(0, num_tokens, _TOKENS_PER_BLOCK):
+        index = row_of_slot[first : first + _TOKENS_PER_BLOCK]
+        place = out[first : first + _TOKENS_PER_BLOCK]
+        picked = [rows.index_select(0, index[:, k]) for k in range(num_slots)]
+        if weights is not None:
+            scale = weights.to(wide)[index]
+            picked = [row.to(wide) * scale[:, k : k + 1] for k, row in enumerate(picked)]
+        if num_slots == 1:
+            place.copy_(picked[0])
+        elif num_slots == 2:  # one addition rounds once in any dtype
+            torch.add(picked[0], picked[1], out=place)
+        else:
+            total = picked[0].to(wide, copy=True)
+            for row in picked[1:-1]:
+                total += row
+            place.copy_(total.add_(picked[-1]))
+    return out
+
+
+def fp8_rows(dispatched: DispatchedRows, dtype: torch.dtype) -> Tensor:
+    """Float8 rows of a dispatch in `dtype`; padding rows stay zero."""
+    assert dispatched.scales is not None and dispatched.rows.shape[1] % FP8_BLOCK == 0
+    return dequantize_fp8(dispatched.rows, dispatched.scales, dtype)

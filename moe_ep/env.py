@@ -1,0 +1,37 @@
+"""The environment variables of moe_ep. They are read here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+
+LAYOUT = "MOE_EP_LAYOUT"
+BACKEND = "MOE_EP_BACKEND"
+TIMEOUT_S = "MOE_EP_TIMEOUT_S"
+
+
+def layout_path() -> str | None:
+    """Path of the EP layout file the integrations use when the call names none."""
+    return os.environ.get(LAYOUT) or None
+
+
+def backend() -> str | None:
+    """Backend that replaces the layout's own `backend`."""
+    return os.environ.get(BACKEND) or None
+
+
+def timeout_s() -> float | None:
+    """Seconds that replace both time-outs of the layout.
+
+    Raises:
+        ValueError: the variable is not a positive number.
+    """
+    text = os.environ.get(TIMEOUT_S)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"{TIMEOUT_S}={text!r} is not a positive number of seconds")
+    return seconds

@@ -1,0 +1,194 @@
+"""EP layouts: what is exchanged, between how many ranks, and how. Written as YAML, checked here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moe_ep.errors import LayoutError
+
+MAX_TOP_K = 32
+MAX_EXPERTS = 2048
+FP8_BLOCK = 128
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8_e4m3": 1}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelShape(_Section):
+    """The shape of the MoE model."""
+
+    hidden: int = Field(ge=1, description="columns of a token row")
+    num_experts: int = Field(ge=1, le=MAX_EXPERTS, description="experts of one MoE layer, all ranks")
+    top_k: int = Field(ge=1, le=MAX_TOP_K, description="experts a token is sent to")
+    num_moe_layers: int = Field(default=1, ge=1)
+
+
+class ParallelShape(_Section):
+    """How experts are spread over ranks. The EP group has `expert * expert_tensor` ranks."""
+
+    expert: int = Field(ge=1, description="expert-parallel size")
+    expert_tensor: int = Field(default=1, ge=1, description="ranks that share one expert")
+    ranks_per_host: int = Field(default=8, ge=1)
+
+    @property
+    def group_size(self) -> int:
+        return self.expert * self.expert_tensor
+
+
+class DispatchOptions(_Section):
+    """How rows travel."""
+
+    dtype: Literal["bf16", "fp16", "fp32", "fp64", "fp8_e4m3"] = "bf16"
+    scale: Literal["fp32", "power_of_two"] = "fp32"
+    row_alignment: int = Field(default=1, ge=1, le=4096)
+    num_sms: int = Field(default=24, ge=1, le=1024)
+    mode: Literal["throughput", "low_latency"] = "throughput"
+    capacity: int | None = Field(default=None, ge=1, description="static rows of a rank's result")
+
+
+class Timeouts(_Section):
+    """Bounds of every wait for a peer, in seconds."""
+
+    first_s: float = Field(default=300.0, gt=0, description="the first operation")
+    steady_s: float = Field(default=60.0, gt=0, description="every later one")
+
+
+class EPLayout(_Section):
+    """A validated, immutable description of one expert-parallel exchange.
+
+    Sections `model`, `parallel`, `dispatch` and `timeouts` are described by their classes.
+
+    Attributes:
+        tokens_per_rank: most tokens a rank passes to one dispatch; None puts no limit.
+        backend: "auto" takes the fastest one that runs here and logs which and why.
+    """
+
+    model: ModelShape
+    parallel: ParallelShape
+    tokens_per_rank: int | None = Field(default=None, ge=1)
+    dispatch: DispatchOptions = DispatchOptions()
+    backend: Literal["auto", "reference", "cuda", "nvshmem"] = "auto"
+    timeouts: Timeouts = Timeouts()
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise LayoutError(_explain(error)) from None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> EPLayout:
+        model, parallel = self.model, self.parallel
+        if model.num_experts % parallel.expert:
+            fits = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0]
+            raise ValueError(
+                f"parallel.expert: {parallel.expert} does not divide model.num_experts="
+                f"{model.num_experts}; sizes that would fit: {', '.join(map(str, fits))}"
+            )
+        if model.top_k > model.num_experts:
+            raise ValueError(
+                f"model.top_k: {model.top_k} is more than model.num_experts={model.num_experts}"
+            )
+        if model.top_k * parallel.expert_tensor > MAX_TOP_K:
+            raise ValueError(
+                f"model.top_k * parallel.expert_tensor: {model.top_k * parallel.expert_tensor} "
+                f"rows per token; at most {MAX_TOP_K} are supported"
+            )
+        if self.dispatch.dtype == "fp8_e4m3" and model.hidden % FP8_BLOCK:
+            raise ValueError(
+                f"model.hidden: {model.hidden}; dispatch.dtype fp8_e4m3 has one scale per "
+                f"{FP8_BLOCK} columns, so hidden must be a multiple of {FP8_BLOCK}"
+            )
+        return self
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts held by one EP rank (L)."""
+        return self.model.num_experts // self.parallel.expert
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> EPLayout:
+        """Reads a layout file.
+
+        Raises:
+            LayoutError: no such file, not YAML, or not a valid layout; the message gives the path
+                of the key, its value, and what would be valid.
+        """
+        try:
+            data = yaml.safe_load(Path(path).read_text())
+        except OSError as error:
+            raise LayoutError(f"{path}: cannot be read ({error.strerror})") from None
+        except yaml.YAMLError as error:
+            raise LayoutError(f"{path}: not valid YAML: {error}") from None
+        if not isinstance(data, dict):
+            raise LayoutError(f"{path}: a layout is a mapping with the keys {_keys(cls)}")
+        try:
+            return cls(**{str(key): value for key, value in data.items()})
+        except LayoutError as error:
+            raise LayoutError(f"{path}: {error}") from None
+
+    def replace(self, **changes: Any) -> EPLayout:
+        """A validated copy with some values changed; keys are dotted: {"dispatch.dtype": "fp32"}."""
+        data = self.model_dump()
+        for dotted, value in changes.items():
+            *sections, key = dotted.split(".")
+            target = data
+            for section in sections:
+                target = target.get(section)
+                if not isinstance(target, dict):
+                    raise LayoutError(f"{dotted}: no section {section!r} in a layout")
+            target[key] = value
+        return EPLayout(**data)
+
+    def differences(self, other: EPLayout) -> list[str]:
+        """Keys on which two layouts differ, as "key: value here, value there"."""
+        mine, theirs = _flatten(self.model_dump()), _flatten(other.model_dump())
+        return [f"{key}: {mine[key]} and {theirs[key]}" for key in mine if mine[key] != theirs[key]]
+
+
+def _keys(section: type[BaseModel]) -> str:
+    return ", ".join(section.model_fields)
+
+
+def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _section_at(location: tuple[int | str, ...]) -> type[BaseModel]:
+    section: type[BaseModel] = EPLayout
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        section = annotation
+    return section
+
+
+def _explain(error: ValidationError) -> str:
+    """One line a problem: path of the key, the value, what would be valid."""
+    lines = []
+    for problem in error.errors():
+        location = problem["loc"]
+        path = ".".join(map(str, location))
+        if problem["type"] == "extra_forbidden":
+            known = _keys(_section_at(location[:-1]))
+            lines.append(f"{path}: unknown key; known here: {known}")
+        elif problem["type"] == "missing":
+            lines.append(f"{path}: missing")
+        elif problem["type"] == "value_error":
+            lines.append(str(problem["ctx"]["error"]))
+        else:
+            lines.append(f"{path}: {problem['input']!r}: {problem['msg'].lower()}")
+    return "; ".join(lines)
