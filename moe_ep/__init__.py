@@ -1,9 +1,9 @@
 """moe_ep: expert-parallel dispatch and combine for Mixture-of-Experts training.
 
-    layout = EPLayout.from_yaml("configs/mixtral_8x7b_ep8.yaml")
-    ep = ExpertParallel(layout, group)
-    d = ep.dispatch(x, topk_idx, topk_weights)
-    out = ep.combine(experts(d.tokens, d.probs, d.tokens_per_expert), d.handle)
+layout = EPLayout.from_yaml("configs/mixtral_8x7b_ep8.yaml")
+ep = ExpertParallel(layout, group)
+d = ep.dispatch(x, topk_idx, topk_weights)
+out = ep.combine(experts(d.tokens, d.probs, d.tokens_per_expert), d.handle)
 """
 
 from moe_ep.dispatcher import ExpertParallel

@@ -145,9 +145,7 @@ class ExpertParallel:
         elif weights is not None:
             weights = weights.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
         handle.combined = True
-        out: Tensor = Combine.apply(
-            rows, weights, Exchange(self.backend, plan, self._call), call
-        )
+        out: Tensor = Combine.apply(rows, weights, Exchange(self.backend, plan, self._call), call)
         return out
 
     def destroy(self) -> None:
@@ -315,7 +313,9 @@ def _handshake(layout: EPLayout, group: dist.ProcessGroup, call: Call) -> int:
             f"{layout.parallel.expert} x expert_tensor={copies}), the group has {channel.size}; "
             f"{experts} experts fit groups of {', '.join(map(str, fits))}"
         )
-    text = json.dumps({"layout": layout.model_dump(), "problem": problem, "channel": Channel.next_number})
+    text = json.dumps(
+        {"layout": layout.model_dump(), "problem": problem, "channel": Channel.next_number}
+    )
     data = text.encode().ljust(_HANDSHAKE_BYTES)
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(channel.device())
     frames = {peer: torch.empty_like(mine) for peer in range(channel.size) if peer != channel.rank}
@@ -325,7 +325,7 @@ def _handshake(layout: EPLayout, group: dist.ProcessGroup, call: Call) -> int:
     for peer in exchange.peers():
         exchange.send(peer, mine)
     exchange.finish()
-    answers = {peer: json.loads(bytes(f.cpu().tolist())) for peer, f in frames.items()}
+    answers = {peer: json.loads(f.cpu().numpy().tobytes()) for peer, f in frames.items()}
     if problem:
         raise LayoutError(problem)
     for peer, answer in sorted(answers.items()):

@@ -35,3 +35,8 @@ def timeout_s() -> float | None:
     if not seconds > 0:
         raise ValueError(f"{TIMEOUT_S}={text!r} is not a positive number of seconds")
     return seconds
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or a launcher like it) has set this process's rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -1,4 +1,4 @@
-"""Every error the library raises on purpose. Each message gives the value, the limit, and what to do."""
+"""The errors of moe_ep. Each message gives the value, the limit, and what to do."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ class ModelShape(_Section):
     """The shape of the MoE model."""
 
     hidden: int = Field(ge=1, description="columns of a token row")
-    num_experts: int = Field(ge=1, le=MAX_EXPERTS, description="experts of one MoE layer, all ranks")
+    num_experts: int = Field(
+        ge=1, le=MAX_EXPERTS, description="experts of one MoE layer, all ranks"
+    )
     top_k: int = Field(ge=1, le=MAX_TOP_K, description="experts a token is sent to")
     num_moe_layers: int = Field(default=1, ge=1)
 
@@ -135,15 +137,15 @@ class EPLayout(_Section):
             raise LayoutError(f"{path}: {error}") from None
 
     def replace(self, **changes: Any) -> EPLayout:
-        """A validated copy with some values changed; keys are dotted: {"dispatch.dtype": "fp32"}."""
+        """A validated copy with some values changed; keys are dotted, as in "dispatch.dtype"."""
         data = self.model_dump()
         for dotted, value in changes.items():
             *sections, key = dotted.split(".")
             target = data
             for section in sections:
-                target = target.get(section)
-                if not isinstance(target, dict):
+                if not isinstance(target.get(section), dict):
                     raise LayoutError(f"{dotted}: no section {section!r} in a layout")
+                target = target[section]
             target[key] = value
         return EPLayout(**data)
 

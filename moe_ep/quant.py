@@ -42,7 +42,9 @@ def quantize_fp8(x: Tensor, scale: str = "fp32") -> tuple[Tensor, Tensor]:
     if scale == "power_of_two":
         mantissa, exponent = torch.frexp(scales)
         exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
-        scales = torch.where(scales.isfinite(), torch.ldexp(torch.ones_like(scales), exponent), scales)
+        scales = torch.where(
+            scales.isfinite(), torch.ldexp(torch.ones_like(scales), exponent), scales
+        )
     elif scale != "fp32":
         raise ValueError(f"scale={scale!r}; choose 'fp32' or 'power_of_two'")
     scales = torch.where(amax == 0, torch.ones_like(scales), scales)

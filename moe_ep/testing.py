@@ -1,6 +1,6 @@
 """Launching ranks for tests: several processes on this machine, joined by gloo.
 
-    outcomes = run_ranks(function, 4, argument)     # function(rank, argument) on every rank
+outcomes = run_ranks(function, 4, argument)     # function(rank, argument) on every rank
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def create(layout: EPLayout, group: dist.ProcessGroup, channel: Channel) -> Back
         if reason:
             raise BackendUnavailableError(f"backend {layout.backend!r} cannot run: {reason}")
         return _CLASSES[layout.backend](layout, group, channel)
-    skipped = []
+    skipped: list[str] = []
     for name, unavailable in _UNAVAILABLE.items():
         reason = unavailable(layout)
         if reason is None:

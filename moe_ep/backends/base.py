@@ -10,13 +10,14 @@ H hidden, R ranks of the group, L experts of one rank, N rows of this rank's res
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 
-class Plan(Protocol):
-    """The routing of one dispatch: which row goes where. Built by `Backend.prepare`."""
+@dataclass(frozen=True)
+class Plan:
+    """The routing of one dispatch: which row goes where. Each backend adds what it needs."""
 
     num_tokens: int
     num_slots: int
@@ -46,7 +47,10 @@ class Call:
 
 
 class Backend(Protocol):
-    """Moves rows between the ranks of one group. All methods are collective."""
+    """Moves rows between the ranks of one group. All methods are collective.
+
+    A backend takes the plans that it made itself, whatever their type.
+    """
 
     name: str
     checks_indices: bool
@@ -59,7 +63,7 @@ class Backend(Protocol):
         """
 
     def dispatch(
-        self, plan: Plan, x: Tensor, probs: Tensor | None, call: Call, fp8_scale: str | None = None
+        self, plan: Any, x: Tensor, probs: Tensor | None, call: Call, fp8_scale: str | None = None
     ) -> DispatchedRows:
         """Sends row t of x [T, H] (and probs [T, K]) to the expert of every used slot of t.
 
@@ -68,7 +72,7 @@ class Backend(Protocol):
 
     def combine(
         self,
-        plan: Plan,
+        plan: Any,
         rows: Tensor,
         call: Call,
         weights: Tensor | None = None,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep.backends.base import Call, DispatchedRows
+from moe_ep.backends.base import Call, DispatchedRows, Plan
 from moe_ep.backends.channel import Channel, Round
 from moe_ep.errors import CapacityError, PeerError
 from moe_ep.layout import FP8_BLOCK, EPLayout
@@ -24,17 +24,12 @@ _TOKENS_PER_BLOCK = 128  # of the sum in combine: its fp32 rows stay in the cach
 
 
 @dataclass(frozen=True)
-class ReferencePlan:
+class ReferencePlan(Plan):
     """Routing of one dispatch, as indices.
 
     "Send order" is the order of this rank's rows by (destination rank, its expert, token, slot).
     """
 
-    num_tokens: int
-    num_slots: int
-    num_rows: int
-    tokens_per_expert: Tensor
-    valid_tokens_per_expert: Tensor
     token_of_row: Tensor  # [S] source token of each row in send order
     slot_of_row: Tensor  # [S] token * K + k
     row_of_slot: Tensor  # [T, K] place in send order; S for unused slots
@@ -273,7 +268,7 @@ def _pack(text: str) -> Tensor:
 
 
 def _unpack(status: Tensor) -> str:
-    return bytes(status.cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+    return status.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def _align(counts: Tensor, multiple: int) -> Tensor:

@@ -1,0 +1,58 @@
+"""Megatron-core on moe_ep: `moe_token_dispatcher_type="deepep"` for every MoE layer.
+
+    from moe_ep.integrations import megatron
+
+    megatron.install("configs/mixtral_8x7b_ep8.yaml")   # before the model is built
+    config.moe_token_dispatcher_type = "deepep"
+    ...
+    megatron.uninstall()
+
+Any Megatron script, unchanged: `python -m moe_ep.integrations.megatron SCRIPT ARGS...`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_ep.layout import EPLayout
+
+if TYPE_CHECKING:
+    from moe_ep.integrations.megatron.integration import MegatronIntegration
+
+DISPATCHER_TYPE = "deepep"
+
+
+def install(
+    layout: EPLayout | str | Path | None = None, backend: str | None = None
+) -> MegatronIntegration:
+    """Makes Megatron build our dispatcher for configs whose type is "deepep"; others are untouched.
+
+    Idempotent. Also lets such configs use what Megatron allows its "alltoall" type only
+    (`moe_shared_expert_overlap`, `overlap_moe_expert_parallel_comm`).
+
+    Args:
+        layout: an EPLayout or the path of one; it must agree with the model. None: the file named
+            by MOE_EP_LAYOUT, or else a layout made from each model's own config.
+        backend: replaces the layout's backend.
+
+    Returns:
+        The installed integration, which owns all communication objects.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+        LayoutError: the layout file is invalid.
+        RuntimeError: already installed with other options.
+    """
+    from moe_ep.integrations.megatron.integration import MegatronIntegration
+
+    return MegatronIntegration(layout, backend).patch()
+
+
+def uninstall() -> None:
+    """Undoes `install`, and destroys the communication objects of models built meanwhile."""
+    from moe_ep.integrations.megatron.integration import MegatronIntegration
+
+    installed = MegatronIntegration.installed()
+    if installed is not None:
+        installed.unpatch()
