@@ -74,9 +74,15 @@ class Combine(torch.autograd.Function):
         exchange: Exchange = ctx.exchange
         call = exchange.new_call("combine.backward")
         grad_rows = exchange.backend.dispatch(exchange.plan, grad_out, None, call).rows
-        if not ctx.saved_tensors:
+        saved = ctx.saved_tensors  # read once: recomputed activations can be unpacked only once
+        if not saved:
             return grad_rows, None, None, None
-        rows, weights = ctx.saved_tensors
+        rows, weights = saved
         wide = grad_rows.to(weights.dtype)
         grad_weights = (wide * rows.to(weights.dtype)).sum(1)
-        return (wide * weights.unsqueeze(1)).to(rows.dtype), grad_weights, None, None
+        grad_rows = (wide * weights.unsqueeze(1)).to(rows.dtype)
+        valid = exchange.plan.valid_rows(rows.device)
+        if valid is not None:  # whatever padding rows and their weights hold, NaN included
+            grad_rows.masked_fill_(~valid.unsqueeze(1), 0)
+            grad_weights.masked_fill_(~valid, 0)
+        return grad_rows, grad_weights, None, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 
 import torch
@@ -12,20 +11,19 @@ from torch import Tensor
 from moe_ep import backends, env
 from moe_ep.autograd import Combine, Dispatch, Exchange
 from moe_ep.backends.base import Call
-from moe_ep.backends.channel import Channel, Round
-from moe_ep.errors import BrokenError, LayoutError, LayoutMismatchError, OrderError
+from moe_ep.checks import (
+    check_dequantize,
+    check_indices,
+    check_rows,
+    check_tokens,
+    check_weights,
+)
+from moe_ep.errors import BrokenError, OrderError
 from moe_ep.handle import DispatchHandle, DispatchResult
+from moe_ep.handshake import handshake
 from moe_ep.layout import EPLayout
 
-_DTYPES = {
-    "bf16": (torch.bfloat16,),
-    "fp16": (torch.float16,),
-    "fp32": (torch.float32,),
-    "fp64": (torch.float64,),
-    "fp8_e4m3": (torch.bfloat16, torch.float16, torch.float32),
-}
 _LOW_LATENCY_IN_FLIGHT = 2
-_HANDSHAKE_BYTES = 8192
 
 
 class ExpertParallel:
@@ -54,12 +52,12 @@ class ExpertParallel:
         self.rank = dist.get_rank(group)
         self.operations = 0
         seconds = env.timeout_s()
-        self._first_s = seconds or layout.timeouts.first_s
-        self._steady_s = seconds or layout.timeouts.steady_s
+        self._timeouts = self.layout.timeouts
+        if seconds is not None:
+            self.set_timeouts(first_s=seconds, steady_s=seconds)
         self._handles: weakref.WeakSet[DispatchHandle] = weakref.WeakSet()
         self._destroyed = False
-        number = _handshake(self.layout, group, Call(0, "setup", self._first_s))
-        self.channel = Channel(group, number)
+        self.channel = handshake(self.layout, group, self._timeouts.first_s)
         self.backend = backends.create(self.layout, group, self.channel)
 
     # -- verbs ------------------------------------------------------------------------------------
@@ -94,28 +92,37 @@ class ExpertParallel:
             CapacityError: more rows than `dispatch.capacity`, on any rank.
             PeerTimeoutError: a rank did not come in time. The object is broken from then on.
         """
-        call = self._call("dispatch")
-        call.error = self._check_input(x, topk_idx, topk_weights, handle, dequantize)
+        call = self._call("dispatch.rows")
         if handle is None:
-            slots = None if call.error is not None else self._expert_slots(topk_idx)
             call.phase = "dispatch.metadata"
+            call.error = self._check_routing(x, topk_idx, topk_weights, dequantize)
+            slots = None if call.error is not None else self._expert_slots(topk_idx)
             plan = self.backend.prepare(slots, call)
             call = Call(call.operation, "dispatch.rows", call.timeout_s)
-            handle = DispatchHandle(plan, call.operation, owner=self)
+            handle = DispatchHandle(plan, x.dtype, x.device, self)
             self._handles.add(handle)
+        else:
+            call.error = self._check_handle(handle)
+            if call.error is not None:
+                self.backend.refuse(call)
+            call.error = self._check_again(x, topk_idx, topk_weights, handle, dequantize)
         plan = handle.plan
+        wide = torch.float64 if self.layout.dispatch.dtype == "fp64" else torch.float32
         probs = topk_weights
         if call.error is not None:
-            x, probs = self._zeros(plan.num_tokens, x), None
+            # Peers expect this rank's rows: they get zeros, and the error beside them.
+            x = self._zeros(handle, plan.num_tokens)
+            if probs is not None:
+                probs = x.new_zeros(plan.num_tokens, plan.num_slots, dtype=wide)
         elif probs is not None:
             copies = self.layout.parallel.expert_tensor
-            probs = probs.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-            probs = probs.unsqueeze(2).expand(-1, -1, copies).flatten(1)
+            probs = probs.to(wide).unsqueeze(2).expand(-1, -1, copies).flatten(1)
         options = self.layout.dispatch
         fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
         exchange = Exchange(self.backend, plan, self._call, fp8_scale, dequantize)
         tokens, scales, row_probs = Dispatch.apply(x, probs, exchange, call)
-        return DispatchResult(tokens, row_probs, plan.tokens_per_expert.clone(), handle, scales)
+        handle.in_flight += 1
+        return DispatchResult(tokens, row_probs, handle, scales)
 
     def combine(
         self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None = None
@@ -136,16 +143,21 @@ class ExpertParallel:
             PeerError, PeerTimeoutError: as for `dispatch`.
         """
         call = self._call("combine.rows")
-        if not isinstance(handle, DispatchHandle) or handle.owner is not self:
-            raise OrderError(f"rank {self.rank}: this handle is not from a dispatch of this object")
-        plan = handle.plan
-        call.error = self._check_rows(rows, handle, weights)
+        call.error = self._check_handle(handle)
         if call.error is not None:
-            rows, weights = self._zeros(plan.num_rows, rows), None
+            self.backend.refuse(call)
+        plan = handle.plan
+        call.error = check_rows(self.layout, rows, handle) or check_weights(
+            weights, (plan.num_rows,)
+        )
+        wide = torch.float64 if self.layout.dispatch.dtype == "fp64" else torch.float32
+        if call.error is not None:
+            rows = self._zeros(handle, plan.num_rows)
+            weights = None if weights is None else rows.new_zeros(plan.num_rows, dtype=wide)
         elif weights is not None:
-            weights = weights.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
-        handle.combined = True
+            weights = weights.to(wide)
         out: Tensor = Combine.apply(rows, weights, Exchange(self.backend, plan, self._call), call)
+        handle.in_flight = max(handle.in_flight - 1, 0)
         return out
 
     def destroy(self) -> None:
@@ -157,12 +169,16 @@ class ExpertParallel:
     # -- knobs and figures ------------------------------------------------------------------------
 
     def set_timeouts(self, *, first_s: float | None = None, steady_s: float | None = None) -> None:
-        """Bounds every later wait for a peer, in seconds: of the first operation, of the others."""
-        for seconds in (first_s, steady_s):
-            if seconds is not None and not seconds > 0:
-                raise ValueError(f"a time-out of {seconds} s; it must be positive")
-        self._first_s = first_s if first_s is not None else self._first_s
-        self._steady_s = steady_s if steady_s is not None else self._steady_s
+        """Bounds every later wait for a peer, in seconds: of the first operation, of the others.
+
+        Raises:
+            LayoutError: not a positive number of seconds.
+        """
+        named = {"timeouts.first_s": first_s, "timeouts.steady_s": steady_s}
+        given = {key: float(value) for key, value in named.items() if value is not None}
+        self._timeouts = self.layout.replace(
+            **{"timeouts": self._timeouts.model_dump()}, **given
+        ).timeouts
 
     @property
     def live_handles(self) -> int:
@@ -174,20 +190,23 @@ class ExpertParallel:
         """Rounds of messages exchanged so far, set-up excluded."""
         return self.channel.rounds
 
+    @property
+    def destroyed(self) -> bool:
+        return self._destroyed
+
     # -- internals --------------------------------------------------------------------------------
 
     def _call(self, phase: str) -> Call:
         if self._destroyed:
             raise BrokenError(f"rank {self.rank}: {phase} after destroy()")
         self.operations += 1
-        timeout_s = self._first_s if self.operations == 1 else self._steady_s
-        return Call(self.operations, phase, timeout_s)
+        timeouts = self._timeouts
+        seconds = timeouts.first_s if self.operations == 1 else timeouts.steady_s
+        return Call(self.operations, phase, seconds)
 
-    def _zeros(self, num_rows: int, instead_of: Tensor) -> Tensor:
-        """Rows of the size that peers expect, sent together with this rank's error."""
-        dtype = _DTYPES[self.layout.dispatch.dtype][0]
-        device = instead_of.device if isinstance(instead_of, Tensor) else None
-        return torch.zeros(num_rows, self.layout.model.hidden, dtype=dtype, device=device)
+    def _zeros(self, handle: DispatchHandle, num_rows: int) -> Tensor:
+        size = (num_rows, self.layout.model.hidden)
+        return torch.zeros(size, dtype=handle.dtype, device=handle.device)
 
     def _expert_slots(self, topk_idx: Tensor | None) -> Tensor:
         """Expert ids to expert slots of the group: one per expert-tensor rank, [T, K * copies]."""
@@ -201,141 +220,55 @@ class ExpertParallel:
         slots = torch.where(topk_idx.unsqueeze(2) < 0, -1, first.unsqueeze(2) + part)
         return slots.flatten(1)
 
-    def _check_input(
+    def _check_routing(
+        self, x: Tensor, topk_idx: Tensor | None, topk_weights: Tensor | None, dequantize: bool
+    ) -> Exception | None:
+        if topk_idx is None:
+            return ValueError("dispatch takes topk_idx or a handle; it got neither")
+        values = not self.backend.checks_indices
+        return (
+            check_tokens(self.layout, x)
+            or check_dequantize(self.layout, x, dequantize)
+            or check_indices(self.layout, x, topk_idx, values)
+            or check_weights(topk_weights, tuple(topk_idx.shape))
+            or self._check_in_flight()
+        )
+
+    def _check_again(
         self,
         x: Tensor,
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
-        handle: DispatchHandle | None,
+        handle: DispatchHandle,
         dequantize: bool,
     ) -> Exception | None:
-        layout = self.layout
-        if (topk_idx is None) == (handle is None):
-            return ValueError("dispatch takes either topk_idx or a handle")
-        problem = self._check_tokens(x)
+        if topk_idx is not None:
+            return ValueError("dispatch takes topk_idx or a handle; it got both")
+        problem = check_tokens(self.layout, x) or check_dequantize(self.layout, x, dequantize)
         if problem is not None:
             return problem
-        if not dequantize and (layout.dispatch.dtype != "fp8_e4m3" or x.requires_grad):
-            return ValueError("dequantize=False needs dispatch.dtype fp8_e4m3 and no gradient of x")
-        if handle is not None:
-            if handle.owner is not self or x.shape[0] != handle.num_tokens:
-                return ValueError(
-                    f"x has {x.shape[0]} tokens; the handle is of a dispatch with "
-                    f"{handle.num_tokens} of this object"
-                )
-            width = handle.plan.num_slots // layout.parallel.expert_tensor
-            return _check_weights(topk_weights, (x.shape[0], width))
-        assert topk_idx is not None
-        if topk_idx.dtype not in (torch.int32, torch.int64):
-            return TypeError(f"topk_idx is {topk_idx.dtype}; it must be int32 or int64")
-        if topk_idx.dim() != 2 or topk_idx.shape[0] != x.shape[0]:
-            return ValueError(f"topk_idx {_shape(topk_idx)} does not fit x {_shape(x)}")
-        if not 1 <= topk_idx.shape[1] <= layout.model.top_k:
+        if x.shape[0] != handle.num_tokens or x.dtype != handle.dtype:
             return ValueError(
-                f"topk_idx has {topk_idx.shape[1]} slots a token; model.top_k={layout.model.top_k}"
+                f"x is {x.dtype} with {x.shape[0]} tokens; the handle's dispatch had "
+                f"{handle.dtype} with {handle.num_tokens}"
             )
-        if topk_idx.numel() and not self.backend.checks_indices:
-            low, high = (int(value) for value in torch.aminmax(topk_idx))
-            if low < -1 or high >= layout.model.num_experts:
-                return ValueError(
-                    f"topk_idx holds {low if low < -1 else high}; valid are -1 (unused) and "
-                    f"0 to {layout.model.num_experts - 1}"
-                )
-        if layout.dispatch.mode == "low_latency":
-            flying = sum(not handle.combined for handle in self._handles)
-            if flying >= _LOW_LATENCY_IN_FLIGHT:
-                return OrderError(
-                    f"{flying} dispatches wait for their combine; low_latency mode allows "
-                    f"{_LOW_LATENCY_IN_FLIGHT} in flight"
-                )
-        return _check_weights(topk_weights, tuple(topk_idx.shape))
+        top_k = handle.plan.num_slots // self.layout.parallel.expert_tensor
+        return check_weights(topk_weights, (x.shape[0], top_k)) or self._check_in_flight()
 
-    def _check_tokens(self, x: Tensor) -> Exception | None:
-        layout = self.layout
-        if not isinstance(x, Tensor):
-            return TypeError(f"x is a {type(x).__name__}, not a tensor")
-        allowed = _DTYPES[layout.dispatch.dtype]
-        if x.dtype not in allowed:
-            return TypeError(
-                f"x is {x.dtype}; dispatch.dtype {layout.dispatch.dtype} takes "
-                + ", ".join(map(str, allowed))
-            )
-        if x.dim() != 2 or x.shape[1] != layout.model.hidden:
-            return ValueError(f"x is {_shape(x)}; it must be [T, {layout.model.hidden}]")
-        limit = layout.tokens_per_rank
-        if limit is not None and x.shape[0] > limit:
-            return ValueError(f"x has {x.shape[0]} tokens; tokens_per_rank={limit}")
+    def _check_handle(self, handle: DispatchHandle) -> Exception | None:
+        if not isinstance(handle, DispatchHandle):
+            return TypeError(f"the handle is a {type(handle).__name__}, not a DispatchHandle")
+        if handle.owner is not self:
+            return OrderError("the handle is not from a dispatch of this object")
         return None
 
-    def _check_rows(
-        self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None
-    ) -> Exception | None:
-        expected = (handle.num_rows, self.layout.model.hidden)
-        if not isinstance(rows, Tensor):
-            return TypeError(f"rows are a {type(rows).__name__}, not a tensor")
-        if tuple(rows.shape) != expected:
-            return ValueError(f"rows are {_shape(rows)}; this dispatch returned {list(expected)}")
-        if rows.dtype not in _DTYPES[self.layout.dispatch.dtype]:
-            return TypeError(
-                f"rows are {rows.dtype}; dispatch.dtype {self.layout.dispatch.dtype} takes "
-                + ", ".join(map(str, _DTYPES[self.layout.dispatch.dtype]))
-            )
-        return _check_weights(weights, (handle.num_rows,))
-
-
-def _shape(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
-
-
-def _check_weights(weights: Tensor | None, shape: tuple[int, ...]) -> Exception | None:
-    if weights is None:
-        return None
-    if not weights.is_floating_point():
-        return TypeError(f"weights are {weights.dtype}; they must be floating point")
-    if tuple(weights.shape) != shape:
-        return ValueError(f"weights are {_shape(weights)}; they must be {list(shape)}")
-    return None
-
-
-def _handshake(layout: EPLayout, group: dist.ProcessGroup, call: Call) -> int:
-    """Compares layouts across the group; returns the number of a free channel, equal on all ranks.
-
-    A rank whose layout doesn't fit the group says so instead of its layout, so that no peer waits.
-    """
-    channel = Channel(group)
-    problem = ""
-    if channel.size != layout.parallel.group_size:
-        experts = layout.model.num_experts
-        copies = layout.parallel.expert_tensor
-        fits = [n * copies for n in range(1, experts + 1) if experts % n == 0]
-        problem = (
-            f"the layout is for {layout.parallel.group_size} ranks (parallel.expert="
-            f"{layout.parallel.expert} x expert_tensor={copies}), the group has {channel.size}; "
-            f"{experts} experts fit groups of {', '.join(map(str, fits))}"
+    def _check_in_flight(self) -> Exception | None:
+        if self.layout.dispatch.mode != "low_latency":
+            return None
+        in_flight = sum(handle.in_flight for handle in self._handles)
+        if in_flight < _LOW_LATENCY_IN_FLIGHT:
+            return None
+        return OrderError(
+            f"{in_flight} dispatches wait for their combine; low_latency mode allows "
+            f"{_LOW_LATENCY_IN_FLIGHT} in flight"
         )
-    text = json.dumps(
-        {"layout": layout.model_dump(), "problem": problem, "channel": Channel.next_number}
-    )
-    data = text.encode().ljust(_HANDSHAKE_BYTES)
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(channel.device())
-    frames = {peer: torch.empty_like(mine) for peer in range(channel.size) if peer != channel.rank}
-    exchange = Round(channel, call)
-    for peer, frame in frames.items():
-        exchange.recv(peer, frame)
-    for peer in exchange.peers():
-        exchange.send(peer, mine)
-    exchange.finish()
-    answers = {peer: json.loads(f.cpu().numpy().tobytes()) for peer, f in frames.items()}
-    if problem:
-        raise LayoutError(problem)
-    for peer, answer in sorted(answers.items()):
-        theirs = EPLayout(**answer["layout"])
-        different = layout.differences(theirs)
-        if different:
-            raise LayoutMismatchError(
-                f"ranks {channel.rank} and {peer} were given different layouts: "
-                + "; ".join(different)
-            )
-    proposals = [Channel.next_number, *(answer["channel"] for answer in answers.values())]
-    Channel.next_number = max(proposals) + 1
-    return max(proposals)

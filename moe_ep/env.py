@@ -32,7 +32,7 @@ def timeout_s() -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not seconds > 0:
+    if not 0 < seconds < float("inf"):
         raise ValueError(f"{TIMEOUT_S}={text!r} is not a positive number of seconds")
     return seconds
 

@@ -13,6 +13,7 @@ from moe_ep.errors import LayoutError
 MAX_TOP_K = 32
 MAX_EXPERTS = 2048
 FP8_BLOCK = 128
+MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8_e4m3": 1}
 
@@ -58,8 +59,8 @@ class DispatchOptions(_Section):
 class Timeouts(_Section):
     """Bounds of every wait for a peer, in seconds."""
 
-    first_s: float = Field(default=300.0, gt=0, description="the first operation")
-    steady_s: float = Field(default=60.0, gt=0, description="every later one")
+    first_s: float = Field(default=300.0, gt=0, le=MAX_TIMEOUT_S, description="the first operation")
+    steady_s: float = Field(default=60.0, gt=0, le=MAX_TIMEOUT_S, description="every later one")
 
 
 class EPLayout(_Section):
@@ -82,6 +83,14 @@ class EPLayout(_Section):
     def __init__(self, **data: Any) -> None:
         try:
             super().__init__(**data)
+        except ValidationError as error:
+            raise LayoutError(_explain(error)) from None
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> EPLayout:
+        """As pydantic's, but raises LayoutError."""
+        try:
+            return super().model_validate(obj, **options)
         except ValidationError as error:
             raise LayoutError(_explain(error)) from None
 
@@ -124,9 +133,11 @@ class EPLayout(_Section):
                 of the key, its value, and what would be valid.
         """
         try:
-            data = yaml.safe_load(Path(path).read_text())
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise LayoutError(f"{path}: cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError as error:
+            raise LayoutError(f"{path}: not UTF-8 text: {error}") from None
         except yaml.YAMLError as error:
             raise LayoutError(f"{path}: not valid YAML: {error}") from None
         if not isinstance(data, dict):

@@ -15,11 +15,13 @@ class ExpertParallelPool:
         self._members: dict[tuple[dist.ProcessGroup, EPLayout], ExpertParallel] = {}
 
     def get(self, layout: EPLayout, group: dist.ProcessGroup) -> ExpertParallel:
-        """The pool's object for this pair; built (collectively) when first asked for."""
+        """The pool's object for this pair; built (collectively) when first asked for, and again
+        where somebody destroyed it."""
         key = (group, layout)
-        if key not in self._members:
-            self._members[key] = ExpertParallel(layout, group)
-        return self._members[key]
+        member = self._members.get(key)
+        if member is None or member.destroyed:
+            member = self._members[key] = ExpertParallel(layout, group)
+        return member
 
     def __len__(self) -> int:
         return len(self._members)

@@ -36,7 +36,7 @@ def quantize_fp8(x: Tensor, scale: str = "fp32") -> tuple[Tensor, Tensor]:
     num_tokens, hidden = x.shape
     if hidden % FP8_BLOCK:
         raise ValueError(f"hidden={hidden} is not a multiple of {FP8_BLOCK}, one FP8 scale's width")
-    blocks = x.float().view(num_tokens, hidden // FP8_BLOCK, FP8_BLOCK)
+    blocks = x.float().contiguous().view(num_tokens, hidden // FP8_BLOCK, FP8_BLOCK)
     amax = blocks.abs().amax(dim=2)
     scales = (amax / FP8_MAX).clamp(min=_SMALLEST_SCALE)
     if scale == "power_of_two":

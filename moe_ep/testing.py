@@ -46,6 +46,7 @@ def launch_ranks(
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
+        outcomes = [Outcome(rank, None) for rank in range(num_ranks)]
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         processes = [
             context.Process(
@@ -54,30 +55,17 @@ def launch_ranks(
             )
             for rank in range(num_ranks)
         ]
-        for process, (_, sender) in zip(processes, pipes, strict=True):
-            process.start()
-            sender.close()
-        outcomes = [Outcome(rank, None) for rank in range(num_ranks)]
-        running = {process.sentinel: rank for rank, process in enumerate(processes)}
-        receivers: dict[Connection, int] = {pipe[0]: rank for rank, pipe in enumerate(pipes)}
-        while (running or receivers) and time.monotonic() < started + limit_s:
-            left = max(started + limit_s - time.monotonic(), 0.0)
-            for ready in wait([*running, *receivers], timeout=left):
-                if isinstance(ready, Connection):
-                    rank = receivers.pop(ready)
-                    try:
-                        outcomes[rank].result, outcomes[rank].error = ready.recv()
-                    except EOFError:
-                        outcomes[rank].error = "ended without a result"
-                else:
-                    rank = running.pop(ready)  # type: ignore[arg-type]
-                    processes[rank].join()
-                    outcomes[rank].exitcode = processes[rank].exitcode
-                    outcomes[rank].seconds = time.monotonic() - started
-        for rank in running.values():
-            processes[rank].kill()
-            processes[rank].join()
-            outcomes[rank].error = f"killed: still running after {limit_s:g} s"
+        try:
+            for process, (_, sender) in zip(processes, pipes, strict=True):
+                process.start()
+                sender.close()
+            _collect(processes, [receiver for receiver, _ in pipes], outcomes, started + limit_s)
+        finally:
+            for process, outcome in zip(processes, outcomes, strict=True):
+                if process.pid is not None and process.is_alive():
+                    process.kill()
+                    process.join()
+                    outcome.error = f"killed: still running after {limit_s:g} s"
     return outcomes
 
 
@@ -98,6 +86,29 @@ def run_ranks(
         details = "\n".join(f"rank {o.rank}, exit code {o.exitcode}: {o.error}" for o in failures)
         raise AssertionError(f"{len(failures)} of {num_ranks} ranks failed\n{details}")
     return [outcome.result for outcome in outcomes]
+
+
+def _collect(
+    processes: list[Any], receivers: list[Connection], outcomes: list[Outcome], deadline: float
+) -> None:
+    """Waits until every process has ended, at most until `deadline` (monotonic seconds)."""
+    started = time.monotonic()
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    open_pipes = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while (running or open_pipes) and time.monotonic() < deadline:
+        for ready in wait([*running, *open_pipes], timeout=max(deadline - time.monotonic(), 0.0)):
+            if isinstance(ready, Connection):
+                outcome = outcomes[open_pipes.pop(ready)]
+                try:
+                    outcome.result, outcome.error = ready.recv()
+                except EOFError:
+                    outcome.error = "ended without a result"
+            else:
+                assert isinstance(ready, int)
+                rank = running.pop(ready)
+                processes[rank].join()
+                outcomes[rank].exitcode = processes[rank].exitcode
+                outcomes[rank].seconds = time.monotonic() - started
 
 
 def _rank_main(

@@ -10,8 +10,9 @@ H hidden, R ranks of the group, L experts of one rank, N rows of this rank's res
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +25,18 @@ class Plan:
     num_rows: int
     tokens_per_expert: Tensor  # [L] int64 on the CPU, padding included
     valid_tokens_per_expert: Tensor  # [L] int64 on the CPU, rows that hold a token
+    operation: int  # the dispatch that made it
+
+    def valid_rows(self, device: torch.device) -> Tensor | None:
+        """[N] bool: which rows hold a token. None: all do."""
+        blocks, valid = self.tokens_per_expert, self.valid_tokens_per_expert
+        if self.num_rows == int(valid.sum()):
+            return None
+        mask = torch.zeros(self.num_rows, dtype=torch.bool)
+        ends = blocks.cumsum(0)
+        for end, block, count in zip(ends.tolist(), blocks.tolist(), valid.tolist(), strict=True):
+            mask[end - block : end - block + count] = True
+        return mask.to(device)
 
 
 @dataclass
@@ -86,6 +99,9 @@ class Backend(Protocol):
         Returns:
             out [T, H], and values [T, K] (zero in unused slots; None without `values`).
         """
+
+    def refuse(self, call: Call) -> NoReturn:
+        """Tells the peers of `call.error`, where there is nothing to exchange, and raises it."""
 
     def destroy(self) -> None:
         """Frees what the backend owns; idempotent, never waits for a dead peer."""

@@ -1,13 +1,20 @@
 """Rounds of point-to-point messages between the ranks of one process group, with bounded waits.
 
 A round is posted message by message and finished once: `finish` returns when everything has
-arrived, or raises an error that names the peer. Several messages between the same two ranks are
-matched in the order they were posted. Rounds of different channels never mix (message tags).
+arrived, or raises an error that names the peer. In every round each rank first tells every other
+what it is doing (its status), so that ranks that disagree, or one with bad input, become an error
+on all of them.
+
+Several messages between the same two ranks are matched in the order they were posted. The tag of
+a message holds the channel, the round and a checksum of the status: messages of another channel,
+round or kind of operation never meet, whose sizes would differ.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep.backends.base import Call
-from moe_ep.errors import BrokenError, PeerTimeoutError
+from moe_ep.errors import BrokenError, OrderError, PeerError, PeerTimeoutError
 
 _TAG_MARK = 1 << 30  # keeps our tags away from the small ones that frameworks use
-_CHANNEL_BITS, _ROUND_BITS = 10, 20
+_CHANNEL_BITS, _ROUND_BITS, _STATUS_BITS = 7, 8, 15
+_STATUS_BYTES = 512
+_SEPARATOR = "\0"
 
 
 class Channel:
@@ -50,7 +59,7 @@ class Channel:
         return torch.device("cuda", torch.cuda.current_device())
 
     def begin(self, call: Call) -> int:
-        """Counts a new round and returns its message tag."""
+        """Counts a new round and returns its message tag, status bits zero."""
         if self._broken:
             raise BrokenError(
                 f"rank {self.rank}: {call.phase}, operation {call.operation}: this object stopped "
@@ -58,7 +67,12 @@ class Channel:
             )
         self.rounds += 1
         channel = self.number % (1 << _CHANNEL_BITS)
-        return _TAG_MARK | channel << _ROUND_BITS | self.rounds % (1 << _ROUND_BITS)
+        number = self.rounds % (1 << _ROUND_BITS)
+        return _TAG_MARK | channel << (_ROUND_BITS + _STATUS_BITS) | number << _STATUS_BITS
+
+    @property
+    def broken(self) -> bool:
+        return self._broken is not None
 
     def fail(self, message: str, keep: list[Any]) -> None:
         """Marks the channel broken; `keep` holds buffers that messages in flight still point to."""
@@ -66,18 +80,39 @@ class Channel:
         self._lost.append(keep)
 
 
-class Round:
-    """One exchange: post every `send` and `recv`, then `finish`."""
+@dataclass
+class _Message:
+    peer: int
+    receives: bool
+    tensor: Tensor
+    wire: Tensor  # what travels: the tensor itself, or its copy on the host
+    work: dist.Work | None = None
 
-    def __init__(self, channel: Channel, call: Call) -> None:
+
+class Round:
+    """One exchange: post every `send` and `recv`, then `finish`.
+
+    Args:
+        kind: what is exchanged (the phase, and whatever decides the sizes of messages). All ranks
+            must give the same.
+    """
+
+    def __init__(self, channel: Channel, call: Call, kind: str) -> None:
         self.channel = channel
         self.call = call
+        self.kind = kind
         self.deadline = time.monotonic() + call.timeout_s
-        self.tag = channel.begin(call)
-        self._works: list[tuple[int, bool, dist.Work, Tensor]] = []
+        self._statuses: list[_Message] = []
+        self._payload: list[_Message] = []
         self._batch: list[dist.P2POp] = []
-        self._staged: list[tuple[Tensor, Tensor]] = []
-        self._kept: list[Tensor] = []
+        self._tag = channel.begin(call)
+        error = "" if call.error is None else f"{type(call.error).__name__}: {call.error}"
+        mine = _pack(kind + _SEPARATOR + error).to(channel.device())
+        for peer in self.peers():
+            self._post(self._statuses, peer, torch.empty_like(mine), receives=True)
+        for peer in self.peers():
+            self._post(self._statuses, peer, mine, receives=False)
+        self._tag |= 1 + zlib.crc32(kind.encode()) % ((1 << _STATUS_BITS) - 1)
 
     def peers(self) -> list[int]:
         """The other ranks, each rank starting with its own successor: no rank is hit by all."""
@@ -85,13 +120,56 @@ class Round:
         return [(channel.rank + 1 + i) % channel.size for i in range(channel.size - 1)]
 
     def send(self, peer: int, tensor: Tensor) -> None:
-        self._post(peer, tensor.contiguous(), receives=False)
+        self._post(self._payload, peer, tensor.contiguous(), receives=False)
 
     def recv(self, peer: int, tensor: Tensor) -> None:
         """Posts the receipt of a contiguous tensor, complete after `finish`."""
-        self._post(peer, tensor, receives=True)
+        self._post(self._payload, peer, tensor, receives=True)
 
-    def _post(self, peer: int, tensor: Tensor, receives: bool) -> None:
+    def finish(self) -> None:
+        """Waits for all messages of the round.
+
+        Raises:
+            PeerTimeoutError: names the first peer that did not deliver; the channel is broken.
+            OrderError: a peer is in another operation; the channel is broken.
+            PeerError: a peer reported bad input. `call.error`: this rank's own.
+        """
+        self._start_batch()
+        self._wait(self._statuses)
+        theirs = {m.peer: _unpack(m.wire) for m in self._statuses if m.receives}
+        self._check_kinds(theirs)
+        self._wait(self._payload)
+        for message in self._payload:
+            if message.receives and message.tensor is not message.wire:
+                message.tensor.copy_(message.wire)
+        self._raise_errors(theirs)
+
+    def _check_kinds(self, theirs: dict[int, tuple[str, str]]) -> None:
+        """Ranks that disagree about the round cannot go on: their messages don't match."""
+        different = {peer: kind for peer, (kind, _) in theirs.items() if kind != self.kind}
+        if not different:
+            return
+        rank, call = self.channel.rank, self.call
+        peer = min(different)
+        message = (
+            f"rank {rank} is in operation {call.operation}, {self.kind}, rank {peer} in "
+            f"{different[peer]}: all ranks must make the same calls in the same order"
+        )
+        self.channel.fail(message, [self._payload])
+        self._raise_errors(theirs)
+        raise OrderError(message)
+
+    def _raise_errors(self, theirs: dict[int, tuple[str, str]]) -> None:
+        if self.call.error is not None:
+            raise self.call.error
+        for peer in sorted(theirs):
+            if theirs[peer][1]:
+                raise PeerError(
+                    f"rank {self.channel.rank}: rank {peer} gave bad input to {self.call.phase}, "
+                    f"operation {self.call.operation}: {theirs[peer][1]}"
+                )
+
+    def _post(self, messages: list[_Message], peer: int, tensor: Tensor, receives: bool) -> None:
         if tensor.numel() == 0:
             return
         group = self.channel.group
@@ -100,49 +178,37 @@ class Round:
         if tensor.device.type != "cpu" and backend in (None, "gloo"):
             # gloo's send and recv read host memory only
             wire = torch.empty_like(tensor, device="cpu") if receives else tensor.cpu()
-            if receives:
-                self._staged.append((tensor, wire))
+        message = _Message(peer, receives, tensor, wire)
+        messages.append(message)
         flat = wire.view(-1).view(torch.uint8)  # gloo knows no float8
-        if backend == "nccl":
+        if backend == "nccl":  # has no tags: one batch, started by `finish`
             operation = dist.irecv if receives else dist.isend
             self._batch.append(dist.P2POp(operation, flat, group=group, group_peer=peer))
-            self._kept.append(wire)
             return
         try:
             if receives:
-                work = dist.irecv(flat, group=group, group_src=peer, tag=self.tag)
+                message.work = dist.irecv(flat, group=group, group_src=peer, tag=self._tag)
             else:
-                work = dist.isend(flat, group=group, group_dst=peer, tag=self.tag)
+                message.work = dist.isend(flat, group=group, group_dst=peer, tag=self._tag)
         except RuntimeError as error:
             raise self._failure(peer, error) from None
-        assert work is not None
-        self._works.append((peer, receives, work, wire))
 
-    def finish(self) -> None:
-        """Waits for all messages of the round.
-
-        Raises:
-            PeerTimeoutError: names the first peer that did not deliver; the channel is broken.
-        """
-        if self._batch:
-            self._finish_batch()
+    def _wait(self, messages: list[_Message]) -> None:
         # Receipts first: what a peer has not sent says more than what it has not taken.
-        for peer, _, work, _ in sorted(self._works, key=lambda item: not item[1]):
+        for message in sorted(messages, key=lambda message: not message.receives):
+            if message.work is None:
+                continue
+            left = max(self.deadline - time.monotonic(), 1e-3)
             try:
-                work.wait(timedelta(seconds=max(self.deadline - time.monotonic(), 1e-3)))
+                message.work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                raise self._failure(peer, error) from None
-        for tensor, wire in self._staged:
-            tensor.copy_(wire)
-        self._works.clear()
+                raise self._failure(message.peer, error) from None
 
-    def _finish_batch(self) -> None:
-        works = dist.batch_isend_irecv(self._batch)
-        for work in works:
+    def _start_batch(self) -> None:
+        for work in dist.batch_isend_irecv(self._batch) if self._batch else []:
             while not work.is_completed():
                 if time.monotonic() > self.deadline:
-                    peers = ", ".join(map(str, self.peers()))
-                    raise self._failure(None, RuntimeError(f"Timed out waiting for {peers}"))
+                    raise self._failure(None, RuntimeError("Timed out"))
                 time.sleep(50e-6)
             work.wait()
 
@@ -159,7 +225,7 @@ class Round:
             what = f"lost its connection to {whom}"
             advice = f"the process of {whom} has probably ended: see its log"
         message = f"rank {rank} {what} in {call.phase}, operation {call.operation} ({advice})"
-        self.channel.fail(message, [self._works, self._batch, self._kept])
+        self.channel.fail(message, [self._statuses, self._payload, self._batch])
         return PeerTimeoutError(message)
 
 
@@ -169,3 +235,15 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
         return str(group._get_backend(device).name()).lower()
     except (RuntimeError, ValueError):
         return None
+
+
+def _pack(text: str) -> Tensor:
+    data = text.encode()[:_STATUS_BYTES].ljust(_STATUS_BYTES, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _unpack(status: Tensor) -> tuple[str, str]:
+    """The sender's kind of round, and its error or an empty string."""
+    text = status.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    kind, _, error = text.partition(_SEPARATOR)
+    return kind, error

@@ -8,6 +8,7 @@ nothing is sorted after arrival.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,11 @@ from torch import Tensor
 
 from moe_ep.backends.base import Call, DispatchedRows, Plan
 from moe_ep.backends.channel import Channel, Round
-from moe_ep.errors import CapacityError, PeerError
+from moe_ep.errors import CapacityError
 from moe_ep.layout import FP8_BLOCK, EPLayout
 from moe_ep.quant import dequantize_fp8, quantize_fp8
 
-_MESSAGE_WORDS = 64
-_TOKENS_PER_BLOCK = 128  # of the sum in combine: its fp32 rows stay in the cache
+_TOKENS_PER_BLOCK = 512  # of the sum in combine: large enough to hide the cost of a call
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ReferenceBackend:
         matrix = self._exchange_counts(counts, call)
         assert topk_idx is not None
         self._check_capacity(matrix, call)
-        return self._plan(topk_idx.long(), matrix)
+        return self._plan(topk_idx.long(), matrix, call.operation)
 
     def dispatch(
         self,
@@ -104,6 +104,11 @@ class ReferenceBackend:
             return out, None
         return out, returned[-1][plan.row_of_slot]
 
+    def refuse(self, call: Call) -> NoReturn:
+        assert call.error is not None
+        Round(self.channel, call, f"{call.phase} refused").finish()
+        raise call.error
+
     def destroy(self) -> None:
         """Nothing to free: no memory outlives a call."""
 
@@ -119,7 +124,7 @@ class ReferenceBackend:
         for output in outputs:
             for first, count in plan.padding:
                 output[first : first + count].zero_()
-        exchange = _CheckedRound(self.channel, call)
+        exchange = Round(self.channel, call, _kind(plan, outputs, call))
         for peer in exchange.peers():
             for first, count in plan.incoming[peer]:
                 for output in outputs:
@@ -141,7 +146,7 @@ class ReferenceBackend:
         outputs = [c.new_empty(plan.num_sent + 1, *c.shape[1:]) for c in columns]
         for output in outputs:
             output[-1].zero_()
-        exchange = _CheckedRound(self.channel, call)
+        exchange = Round(self.channel, call, _kind(plan, outputs, call))
         for peer in exchange.peers():
             for first, count in plan.outgoing[peer]:
                 for output in outputs:
@@ -159,7 +164,7 @@ class ReferenceBackend:
 
     def _exchange_counts(self, counts: Tensor, call: Call) -> Tensor:
         """Every rank's row counts per expert slot: [R, R*L] int64 on the CPU."""
-        exchange = _CheckedRound(self.channel, call)
+        exchange = Round(self.channel, call, call.phase)
         device = self.channel.device()
         matrix = torch.empty(self.size, self.num_slots_total, dtype=torch.int64, device=device)
         matrix[self.rank] = counts
@@ -186,7 +191,7 @@ class ReferenceBackend:
                 "drop tokens in the router"
             )
 
-    def _plan(self, topk_idx: Tensor, matrix: Tensor) -> ReferencePlan:
+    def _plan(self, topk_idx: Tensor, matrix: Tensor, operation: int) -> ReferencePlan:
         num_tokens, num_slots = topk_idx.shape
         local = self.num_local_experts
         flat = topk_idx.reshape(-1)
@@ -214,6 +219,7 @@ class ReferenceBackend:
             num_rows=num_rows,
             tokens_per_expert=blocks,
             valid_tokens_per_expert=valid.sum(0),
+            operation=operation,
             token_of_row=slot_of_row // num_slots,
             slot_of_row=slot_of_row,
             row_of_slot=row_of_slot.view(num_tokens, num_slots),
@@ -229,46 +235,9 @@ class ReferenceBackend:
         )
 
 
-class _CheckedRound(Round):
-    """A round in which every message is preceded by the sender's status.
-
-    A rank with bad input sends its message of the expected size all the same, with the error's
-    text in the status; after the round the error is raised there and a PeerError elsewhere, and
-    the group can go on.
-    """
-
-    def __init__(self, channel: Channel, call: Call) -> None:
-        super().__init__(channel, call)
-        device = channel.device()
-        text = "" if call.error is None else f"{type(call.error).__name__}: {call.error}"
-        mine = _pack(text).to(device)
-        self._status = {peer: torch.empty_like(mine) for peer in self.peers()}
-        for peer, theirs in self._status.items():
-            self.recv(peer, theirs)
-        for peer in self.peers():
-            self.send(peer, mine)
-
-    def finish(self) -> None:
-        super().finish()
-        call, rank = self.call, self.channel.rank
-        if call.error is not None:
-            raise call.error
-        for peer in sorted(self._status):
-            text = _unpack(self._status[peer])
-            if text:
-                raise PeerError(
-                    f"rank {rank}: rank {peer} gave bad input to {call.phase}, operation "
-                    f"{call.operation}: {text}"
-                )
-
-
-def _pack(text: str) -> Tensor:
-    data = text.encode()[: _MESSAGE_WORDS * 8].ljust(_MESSAGE_WORDS * 8, b"\0")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _unpack(status: Tensor) -> str:
-    return status.cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+def _kind(plan: ReferencePlan, columns: list[Tensor], call: Call) -> str:
+    shapes = (f"{c.dtype}{list(c.shape[1:])}".removeprefix("torch.") for c in columns)
+    return f"{call.phase} of dispatch {plan.operation} with {' '.join(shapes)}"
 
 
 def _align(counts: Tensor, multiple: int) -> Tensor:

@@ -1,0 +1,94 @@
+"""Checks of a call's arguments. Each returns the error to raise: peers are told first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ep.handle import DispatchHandle
+from moe_ep.layout import EPLayout
+
+DTYPES = {
+    "bf16": (torch.bfloat16,),
+    "fp16": (torch.float16,),
+    "fp32": (torch.float32,),
+    "fp64": (torch.float64,),
+    "fp8_e4m3": (torch.bfloat16, torch.float16, torch.float32),
+}
+"""The dtypes of x that each `dispatch.dtype` takes."""
+
+
+def check_tokens(layout: EPLayout, x: Any) -> Exception | None:
+    allowed = DTYPES[layout.dispatch.dtype]
+    if not isinstance(x, Tensor):
+        return _no_tensor("x", x)
+    if x.dtype not in allowed:
+        names = ", ".join(map(str, allowed))
+        return TypeError(f"x is {x.dtype}; dispatch.dtype {layout.dispatch.dtype} takes {names}")
+    if x.dim() != 2 or x.shape[1] != layout.model.hidden:
+        return ValueError(f"x is {_shape(x)}; it must be [T, {layout.model.hidden}]")
+    limit = layout.tokens_per_rank
+    if limit is not None and x.shape[0] > limit:
+        return ValueError(f"x has {x.shape[0]} tokens; tokens_per_rank={limit}")
+    return None
+
+
+def check_dequantize(layout: EPLayout, x: Tensor, dequantize: bool) -> Exception | None:
+    if not dequantize and (layout.dispatch.dtype != "fp8_e4m3" or x.requires_grad):
+        return ValueError("dequantize=False needs dispatch.dtype fp8_e4m3 and no gradient of x")
+    return None
+
+
+def check_indices(layout: EPLayout, x: Tensor, topk_idx: Any, values: bool) -> Exception | None:
+    """`values`: look at the indices too, not only at their dtype and shape."""
+    if not isinstance(topk_idx, Tensor):
+        return _no_tensor("topk_idx", topk_idx)
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        return TypeError(f"topk_idx is {topk_idx.dtype}; it must be int32 or int64")
+    if topk_idx.dim() != 2 or topk_idx.shape[0] != x.shape[0]:
+        return ValueError(f"topk_idx {_shape(topk_idx)} does not fit x {_shape(x)}")
+    if not 1 <= topk_idx.shape[1] <= layout.model.top_k:
+        return ValueError(
+            f"topk_idx has {topk_idx.shape[1]} slots a token; model.top_k={layout.model.top_k}"
+        )
+    if values and topk_idx.numel():
+        low, high = (int(value) for value in torch.aminmax(topk_idx))
+        if low < -1 or high >= layout.model.num_experts:
+            return ValueError(
+                f"topk_idx holds {low if low < -1 else high}; valid are -1 (unused) and "
+                f"0 to {layout.model.num_experts - 1}"
+            )
+    return None
+
+
+def check_rows(layout: EPLayout, rows: Any, handle: DispatchHandle) -> Exception | None:
+    expected = (handle.num_rows, layout.model.hidden)
+    if not isinstance(rows, Tensor):
+        return _no_tensor("rows", rows)
+    if tuple(rows.shape) != expected:
+        return ValueError(f"rows are {_shape(rows)}; this dispatch returned {list(expected)}")
+    if rows.dtype != handle.dtype:
+        return TypeError(f"rows are {rows.dtype}; the dispatched tokens were {handle.dtype}")
+    return None
+
+
+def check_weights(weights: Any, shape: tuple[int, ...]) -> Exception | None:
+    if weights is None:
+        return None
+    if not isinstance(weights, Tensor):
+        return _no_tensor("weights", weights)
+    if not weights.is_floating_point():
+        return TypeError(f"weights are {weights.dtype}; they must be floating point")
+    if tuple(weights.shape) != shape:
+        return ValueError(f"weights are {_shape(weights)}; they must be {list(shape)}")
+    return None
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _no_tensor(name: str, value: Any) -> TypeError:
+    return TypeError(f"{name} is a {type(value).__name__}, not a tensor")

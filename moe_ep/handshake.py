@@ -1,0 +1,66 @@
+"""The first exchange of a group: do all ranks hold one layout, and does it fit the group?"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.distributed as dist
+
+from moe_ep.backends.base import Call
+from moe_ep.backends.channel import Channel, Round
+from moe_ep.errors import LayoutError, LayoutMismatchError, PeerError
+from moe_ep.layout import EPLayout
+
+_FRAME_BYTES = 8192
+
+
+def handshake(layout: EPLayout, group: dist.ProcessGroup, timeout_s: float) -> Channel:
+    """Compares layouts across the group, and opens a channel whose number is equal on all ranks.
+
+    Raises:
+        LayoutError: the layout does not fit the group; its peers get a
+            LayoutMismatchError.
+        LayoutMismatchError: the ranks hold different layouts (raised on all of them).
+        PeerTimeoutError: a rank did not come in time.
+    """
+    if dist.get_rank(group) < 0:
+        raise LayoutError("this rank is not a member of the process group")
+    channel = Channel(group)
+    call = Call(0, "setup", timeout_s, _misfit(layout, channel.size))
+    frame = {"layout": layout.model_dump(), "channel": Channel.next_number}
+    data = json.dumps(frame).encode().ljust(_FRAME_BYTES)
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(channel.device())
+    frames = {peer: torch.empty_like(mine) for peer in range(channel.size) if peer != channel.rank}
+    exchange = Round(channel, call, "setup")
+    for peer in exchange.peers():
+        exchange.recv(peer, frames[peer])
+    for peer in exchange.peers():
+        exchange.send(peer, mine)
+    try:
+        exchange.finish()
+    except PeerError as error:  # a peer's layout does not fit: so the layouts differ, or all fail
+        raise LayoutMismatchError(str(error)) from None
+    answers = {peer: json.loads(f.cpu().numpy().tobytes()) for peer, f in frames.items()}
+    for peer, answer in sorted(answers.items()):
+        different = layout.differences(EPLayout(**answer["layout"]))
+        if different:
+            raise LayoutMismatchError(
+                f"ranks {channel.rank} and {peer} were given different layouts: "
+                + "; ".join(different)
+            )
+    number = max([Channel.next_number, *(answer["channel"] for answer in answers.values())])
+    Channel.next_number = number + 1
+    return Channel(group, number)
+
+
+def _misfit(layout: EPLayout, num_ranks: int) -> LayoutError | None:
+    parallel, experts = layout.parallel, layout.model.num_experts
+    if num_ranks == parallel.group_size:
+        return None
+    fits = [n * parallel.expert_tensor for n in range(1, experts + 1) if experts % n == 0]
+    return LayoutError(
+        f"the layout is for {parallel.group_size} ranks (parallel.expert={parallel.expert} x "
+        f"expert_tensor={parallel.expert_tensor}), the group has {num_ranks}; {experts} experts "
+        f"fit groups of {', '.join(map(str, fits))}"
+    )

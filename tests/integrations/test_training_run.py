@@ -1,0 +1,161 @@
+"""The training example end to end: real processes, real text, a few steps."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "train_mixtral.py"
+LIMIT_S = 240
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
+    pytest.mark.timeout(2 * LIMIT_S),
+]
+SMALL = ("--device", "cpu", "--micro-batch", "2", "--seq-len", "64", "--warmup", "2")
+
+
+def start(out, *flags):
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *SMALL, "--out", str(out), *map(str, flags)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def train(out, *flags):
+    """Runs to the end; the metrics of each step, and what was printed."""
+    process = start(out, *flags)
+    try:
+        printed, errors = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        process.communicate(timeout=60)
+        raise
+    assert process.returncode == 0, errors[-4000:]
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return records, printed, errors
+
+
+def losses(records):
+    return [record["lm_loss"] for record in records]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Ten steps on two ranks with moe_ep, a checkpoint every five."""
+    folder = tmp_path_factory.mktemp("reference")
+    flags = ("--steps", 10, "--eval-every", 5, "--save", folder / "ckpt", "--save-every", 5)
+    return folder, *train(folder / "out", *flags)
+
+
+def test_it_learns_and_reports(reference):
+    folder, records, printed, errors = reference
+    assert [record["step"] for record in records] == list(range(1, 11))
+    assert 5.4 < records[0]["lm_loss"] < 5.7  # ln 256 = 5.55: nothing known yet
+    assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 0.5
+    assert [r["step"] for r in records if "validation_loss" in r] == [5, 10]
+    for record in records:
+        per_layer = record["tokens_per_expert"]
+        # Each of 8 x 64 tokens goes to two experts of each layer, on whatever ranks they are.
+        assert [sum(layer) for layer in per_layer] == [2 * 8 * 64] * 2
+        assert record["tokens_per_expert_max"] == max(map(max, per_layer))
+        assert record["loss"] > record["lm_loss"] and record["grad_norm"] > 0
+    for name in ("loss.png", "experts.png"):
+        assert (folder / "out" / name).read_bytes().startswith(b"\x89PNG")
+        assert str(folder / "out" / name) in printed
+    assert "train:" in errors and "arning" not in errors, errors[-4000:]
+
+
+def test_a_resumed_run_repeats_an_uninterrupted_one(reference, tmp_path):
+    folder, whole, *_ = reference
+    checkpoint = folder / "ckpt" / "step_0000005"
+    resumed, *_ = train(tmp_path / "out", "--steps", 10, "--resume", checkpoint, "--eval-every", 0)
+    assert [record["step"] for record in resumed] == list(range(6, 11))
+    assert losses(resumed) == pytest.approx(losses(whole[5:]), abs=1e-6)
+    assert [r["tokens_per_expert"] for r in resumed] == [r["tokens_per_expert"] for r in whole[5:]]
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_megatrons_own_dispatchers_give_the_same_losses(reference, tmp_path, dispatcher):
+    own, *_ = train(tmp_path / "out", "--steps", 10, "--dispatcher", dispatcher)
+    assert losses(own) == pytest.approx(losses(reference[1]), abs=1e-5)
+
+
+@pytest.mark.parametrize("dispatcher", ["deepep", "allgather"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--pp", 2, "--ep", 2, "--global-batch", 16),
+        ("--tp", 2, "--ep", 2),
+        ("--tp", 2, "--ep", 2, "--expert-tp", 2),
+    ],
+    ids=["pp2-ep2", "tp2-ep2", "tp2-ep2-etp2"],
+)
+def test_four_ranks(tmp_path, dispatcher, flags):
+    flags = ("--nproc", 4, *flags, "--dispatcher", dispatcher, "--steps", 5, "--lr", 1e-2)
+    records, *_ = train(tmp_path / "out", *flags)
+    assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 0.3
+    tokens = 64 * (16 if "--global-batch" in flags else 8)
+    assert [sum(layer) for layer in records[0]["tokens_per_expert"]] == [2 * tokens] * 2
+
+
+def test_bf16_on_one_text_file(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} of a text that is easy to learn\n" for i in range(400)))
+    flags = ("--dtype", "bf16", "--data", text, "--steps", 6, "--save", tmp_path / "ckpt")
+    records, *_ = train(tmp_path / "out", *flags, "--lr", 1e-2)
+    assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 0.3
+    resumed, *_ = train(tmp_path / "more", *flags[:4], "--steps", 7, "--lr", 1e-2, "--resume",
+                        tmp_path / "ckpt")  # fmt: skip
+    assert [record["step"] for record in resumed] == [7]
+
+
+def test_a_killed_rank_ends_the_run(tmp_path):
+    psutil = pytest.importorskip("psutil")
+    process = start(tmp_path / "out", "--steps", 100_000, "--eval-every", 0)
+    try:
+        metrics = tmp_path / "out" / "metrics.jsonl"
+        deadline = time.monotonic() + LIMIT_S
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        ranks = psutil.Process(process.pid).children()
+        victim = next(rank for rank in ranks if rank.environ().get("RANK") == "1")
+        victim.send_signal(signal.SIGKILL)
+        process.communicate(timeout=90)
+        assert process.returncode != 0
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        assert not alive
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+def refused(tmp_path, *flags):
+    process = start(tmp_path / "out", *flags)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2
+    assert "Traceback" not in errors
+    return errors
+
+
+def test_the_real_mixtral_is_refused_politely(tmp_path):
+    errors = refused(tmp_path, "--model", "mixtral_8x7b", "--expert-tp", "2")
+    assert "GiB per rank are needed" in errors and "GiB per rank are available" in errors
+
+
+def test_nothing_to_resume_is_told_plainly(tmp_path):
+    assert "no checkpoint in" in refused(tmp_path, "--resume", tmp_path / "nowhere")
