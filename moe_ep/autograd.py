@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_ep.backends.base import Backend, Call, Plan
-from moe_ep.backends.reference import fp8_rows
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,11 @@ class Dispatch(torch.autograd.Function):
         ctx: Any, x: Tensor, probs: Tensor | None, exchange: Exchange, call: Call
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.exchange, ctx.has_probs = exchange, probs is not None
-        arrived = exchange.backend.dispatch(exchange.plan, x, probs, call, exchange.fp8_scale)
-        if exchange.fp8_scale is None:
-            return arrived.rows, None, arrived.probs
-        if exchange.dequantize:
-            return fp8_rows(arrived, x.dtype), None, arrived.probs
-        ctx.mark_non_differentiable(arrived.rows, arrived.scales)
+        arrived = exchange.backend.dispatch(
+            exchange.plan, x, probs, call, exchange.fp8_scale, dequantize=exchange.dequantize
+        )
+        if arrived.scales is not None:
+            ctx.mark_non_differentiable(arrived.rows, arrived.scales)
         return arrived.rows, arrived.scales, arrived.probs
 
     @staticmethod

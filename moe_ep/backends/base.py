@@ -76,11 +76,19 @@ class Backend(Protocol):
         """
 
     def dispatch(
-        self, plan: Any, x: Tensor, probs: Tensor | None, call: Call, fp8_scale: str | None = None
+        self,
+        plan: Any,
+        x: Tensor,
+        probs: Tensor | None,
+        call: Call,
+        fp8_scale: str | None = None,
+        *,
+        dequantize: bool = False,
     ) -> DispatchedRows:
         """Sends row t of x [T, H] (and probs [T, K]) to the expert of every used slot of t.
 
-        With `fp8_scale` ("fp32" or "power_of_two") rows are quantised before they are sent.
+        With `fp8_scale` ("fp32" or "power_of_two") rows are quantised before they are sent, and
+        with `dequantize` they come back in the dtype of x, without scales.
         """
 
     def combine(

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_ep.backends.base import Call, DispatchedRows, Plan
 from moe_ep.backends.channel import Channel, Round
 from moe_ep.errors import CapacityError
-from moe_ep.layout import FP8_BLOCK, EPLayout
+from moe_ep.layout import EPLayout
 from moe_ep.quant import dequantize_fp8, quantize_fp8
 
 _TOKENS_PER_BLOCK = 512  # of the sum in combine: large enough to hide the cost of a call
@@ -72,6 +72,8 @@ class ReferenceBackend:
         probs: Tensor | None,
         call: Call,
         fp8_scale: str | None = None,
+        *,
+        dequantize: bool = False,
     ) -> DispatchedRows:
         columns: list[Tensor] = []
         if fp8_scale is not None:
@@ -81,12 +83,13 @@ class ReferenceBackend:
             columns.append(x.contiguous())
         by_slot = [] if probs is None else [probs.reshape(-1)]
         outputs = self._scatter(plan, columns, by_slot, call)
-        rows = outputs[0].view(torch.float8_e4m3fn) if fp8_scale is not None else outputs[0]
-        return DispatchedRows(
-            rows=rows,
-            scales=outputs[1] if fp8_scale is not None else None,
-            probs=None if probs is None else outputs[-1],
-        )
+        row_probs = None if probs is None else outputs[-1]
+        if fp8_scale is None:
+            return DispatchedRows(outputs[0], None, row_probs)
+        q, scales = outputs[0].view(torch.float8_e4m3fn), outputs[1]
+        if dequantize:
+            return DispatchedRows(dequantize_fp8(q, scales, x.dtype), None, row_probs)
+        return DispatchedRows(q, scales, row_probs)
 
     def combine(
         self,
@@ -269,9 +272,3 @@ def _sum_slots(rows: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Ten
                 total += row
             place.copy_(total.add_(picked[-1]))
     return out
-
-
-def fp8_rows(dispatched: DispatchedRows, dtype: torch.dtype) -> Tensor:
-    """Float8 rows of a dispatch in `dtype`; padding rows stay zero."""
-    assert dispatched.scales is not None and dispatched.rows.shape[1] % FP8_BLOCK == 0
-    return dequantize_fp8(dispatched.rows, dispatched.scales, dtype)
