@@ -115,7 +115,9 @@ def _moe_ep_dispatcher(options: argparse.Namespace) -> Iterator[None]:
     from moe_ep.integrations import megatron
 
     path = options.layout or cli.ROOT / "configs" / "mixtral_tiny_cpu.yaml"
-    layout = EPLayout.from_yaml(path).replace(
+    layout = EPLayout.from_yaml(path)
+    fp8 = layout.dispatch.dtype == "fp8_e4m3"
+    layout = layout.replace(
         **{
             "model.hidden": options.size.hidden,
             "model.num_experts": options.size.num_experts,
@@ -123,7 +125,7 @@ def _moe_ep_dispatcher(options: argparse.Namespace) -> Iterator[None]:
             "model.num_moe_layers": options.size.num_layers,
             "parallel.expert": options.ep,
             "parallel.expert_tensor": options.expert_tp,
-            "dispatch.dtype": options.dtype,
+            "dispatch.dtype": "fp8_e4m3" if fp8 else options.dtype,
         }
     )
     backend = None if options.backend == "auto" else options.backend
