@@ -1,12 +1,14 @@
 """The reference backend: torch operations and point-to-point messages, on any device.
 
-Rows go straight from the sender's gathered buffer to their place in the receiver's result: the
-block of (expert, source rank) is contiguous on both sides, so each block is one message and
-nothing is sorted after arrival.
+The rows of one (expert, source rank) are a contiguous block, both in the sender's gathered buffer
+and in the receiver's result. Large blocks travel as a message each, straight to their place, so
+that nothing is sorted after arrival; small ones are packed into one message per peer.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -20,7 +22,11 @@ from moe_ep.errors import CapacityError
 from moe_ep.layout import EPLayout
 from moe_ep.quant import dequantize_fp8, quantize_fp8
 
+_SMALL_BLOCK_BYTES = 64 << 10  # on average: then one copy is cheaper than many messages
 _TOKENS_PER_BLOCK = 512  # of the sum in combine: large enough to hide the cost of a call
+
+Block = tuple[int, int]
+"""(first row, number of rows)."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,17 @@ class ReferencePlan(Plan):
     token_of_row: Tensor  # [S] source token of each row in send order
     slot_of_row: Tensor  # [S] token * K + k
     row_of_slot: Tensor  # [T, K] place in send order; S for unused slots
-    outgoing: list[list[tuple[int, int]]]  # per peer: (first row in send order, rows) per expert
-    incoming: list[list[tuple[int, int]]]  # per peer: (first row of the result, rows) per expert
-    padding: list[tuple[int, int]]  # (first row of the result, rows) that no token fills
+    outgoing: list[list[Block]]  # per peer, one block per expert: rows in send order
+    incoming: list[list[Block]]  # per peer, one block per local expert: rows of the result
+    padding: list[Block]  # rows of the result that no token fills
 
     @property
     def num_sent(self) -> int:
         return self.token_of_row.numel()
+
+    def own_blocks(self, rank: int) -> Iterator[tuple[Block, Block]]:
+        """Blocks that don't leave the rank: in send order, and in the result."""
+        return zip(self.outgoing[rank], self.incoming[rank], strict=True)
 
 
 class ReferenceBackend:
@@ -54,6 +64,7 @@ class ReferenceBackend:
         self.rank, self.size = channel.rank, channel.size
         self.num_local_experts = layout.num_local_experts
         self.num_slots_total = self.size * self.num_local_experts
+        self._scratch: dict[str, Tensor] = {}
 
     def prepare(self, topk_idx: Tensor | None, call: Call) -> ReferencePlan:
         counts = torch.zeros(self.num_slots_total, dtype=torch.int64)
@@ -113,7 +124,7 @@ class ReferenceBackend:
         raise call.error
 
     def destroy(self) -> None:
-        """Nothing to free: no memory outlives a call."""
+        self._scratch.clear()
 
     # -- rounds ---------------------------------------------------------------------------------
 
@@ -128,42 +139,81 @@ class ReferenceBackend:
             for first, count in plan.padding:
                 output[first : first + count].zero_()
         exchange = Round(self.channel, call, _kind(plan, outputs, call))
+        packed: list[tuple[Tensor, list[Block], Tensor]] = []
         for peer in exchange.peers():
-            for first, count in plan.incoming[peer]:
-                for output in outputs:
-                    exchange.recv(peer, output[first : first + count])
+            blocks = plan.incoming[peer]
+            for number, output in enumerate(outputs):
+                if _travels_in_blocks(blocks, output):
+                    for first, count in blocks:
+                        exchange.recv(peer, output[first : first + count])
+                elif blocks:
+                    arriving = self._buffer(f"in {number} {peer}", _num_rows(blocks), output)
+                    exchange.recv(peer, arriving)
+                    packed.append((arriving, blocks, output))
         for peer in exchange.peers():
-            for first, count in plan.outgoing[peer]:
-                for column, index in sources:
-                    exchange.send(peer, column.index_select(0, index[first : first + count]))
-        mine = zip(plan.outgoing[self.rank], plan.incoming[self.rank], strict=True)
-        for (sent, count), (arrived, _) in mine:
+            blocks = plan.outgoing[peer]
+            for number, (column, index) in enumerate(sources):
+                leaving = self._buffer(f"out {number}", plan.num_sent, column)
+                in_blocks = _travels_in_blocks(blocks, column)
+                for first, count in blocks if in_blocks else _joined(blocks):
+                    rows = leaving[first : first + count]
+                    torch.index_select(column, 0, index[first : first + count], out=rows)
+                    exchange.send(peer, rows)
+        for (sent, count), (arrived, _) in plan.own_blocks(self.rank):
             for (column, index), output in zip(sources, outputs, strict=True):
                 place = output[arrived : arrived + count]
                 torch.index_select(column, 0, index[sent : sent + count], out=place)
         exchange.finish()
+        for arriving, blocks, output in packed:
+            parts = arriving.split([count for _, count in blocks])
+            for part, (first, count) in zip(parts, blocks, strict=True):
+                output[first : first + count].copy_(part)
         return outputs
 
     def _gather(self, plan: ReferencePlan, columns: list[Tensor], call: Call) -> list[Tensor]:
-        """Returns expert rows to their source rank, in its send order; one zero row is appended."""
-        outputs = [c.new_empty(plan.num_sent + 1, *c.shape[1:]) for c in columns]
+        """Returns expert rows to their source rank, in its send order; one zero row is appended.
+
+        What it returns is good until the next round.
+        """
+        outputs = [
+            self._buffer(f"in {i}", plan.num_sent + 1, column) for i, column in enumerate(columns)
+        ]
         for output in outputs:
             output[-1].zero_()
         exchange = Round(self.channel, call, _kind(plan, outputs, call))
         for peer in exchange.peers():
-            for first, count in plan.outgoing[peer]:
-                for output in outputs:
+            blocks = plan.outgoing[peer]
+            for output in outputs:
+                in_blocks = _travels_in_blocks(blocks, output)
+                for first, count in blocks if in_blocks else _joined(blocks):
                     exchange.recv(peer, output[first : first + count])
         for peer in exchange.peers():
-            for first, count in plan.incoming[peer]:
-                for column in columns:
-                    exchange.send(peer, column[first : first + count])
-        mine = zip(plan.outgoing[self.rank], plan.incoming[self.rank], strict=True)
-        for (sent, count), (arrived, _) in mine:
+            blocks = plan.incoming[peer]
+            for number, column in enumerate(columns):
+                parts = [column[first : first + count] for first, count in blocks]
+                if parts and not _travels_in_blocks(blocks, column):
+                    leaving = self._buffer(f"out {number} {peer}", _num_rows(blocks), column)
+                    parts = [torch.cat(parts, out=leaving)]
+                for part in parts:
+                    exchange.send(peer, part)
+        for (sent, count), (arrived, _) in plan.own_blocks(self.rank):
             for column, output in zip(columns, outputs, strict=True):
                 output[sent : sent + count].copy_(column[arrived : arrived + count])
         exchange.finish()
         return outputs
+
+    def _buffer(self, name: str, num_rows: int, like: Tensor) -> Tensor:
+        """Scratch memory of [num_rows, ...] for one column of a round.
+
+        Kept between calls: fresh memory costs as much as sending what is written to it.
+        """
+        shape = (num_rows, *like.shape[1:])
+        num_bytes = math.prod(shape) * like.element_size()
+        scratch = self._scratch.get(name)
+        if scratch is None or scratch.numel() < num_bytes or scratch.device != like.device:
+            scratch = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+            self._scratch[name] = scratch
+        return scratch[:num_bytes].view(like.dtype).view(shape)
 
     def _exchange_counts(self, counts: Tensor, call: Call) -> Tensor:
         """Every rank's row counts per expert slot: [R, R*L] int64 on the CPU."""
@@ -241,6 +291,24 @@ class ReferenceBackend:
 def _kind(plan: ReferencePlan, columns: list[Tensor], call: Call) -> str:
     shapes = (f"{c.dtype}{list(c.shape[1:])}".removeprefix("torch.") for c in columns)
     return f"{call.phase} of dispatch {plan.operation} with {' '.join(shapes)}"
+
+
+def _num_rows(blocks: list[Block]) -> int:
+    return sum(count for _, count in blocks)
+
+
+def _joined(blocks: list[Block]) -> list[Block]:
+    """Blocks that follow each other, as one."""
+    return [(blocks[0][0], _num_rows(blocks))] if blocks else []
+
+
+def _travels_in_blocks(blocks: list[Block], column: Tensor) -> bool:
+    """Whether each block is a message of its own, else all are packed into one.
+
+    Sender and receiver decide alike: they know the same counts.
+    """
+    row_bytes = math.prod(column.shape[1:]) * column.element_size()
+    return _num_rows(blocks) * row_bytes >= _SMALL_BLOCK_BYTES * max(len(blocks), 1)
 
 
 def _align(counts: Tensor, multiple: int) -> Tensor:
