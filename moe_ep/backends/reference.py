@@ -68,13 +68,23 @@ class ReferenceBackend:
 
     def prepare(self, topk_idx: Tensor | None, call: Call) -> ReferencePlan:
         counts = torch.zeros(self.num_slots_total, dtype=torch.int64)
-        if topk_idx is not None and call.error is None:
+        if topk_idx is not None:
             flat = topk_idx.reshape(-1).long()
-            counts = torch.bincount(flat[flat >= 0], minlength=self.num_slots_total).cpu()
-        matrix = self._exchange_counts(counts, call)
-        assert topk_idx is not None
+            counts = torch.bincount(flat[flat >= 0], minlength=self.num_slots_total)
+        device = self.channel.device()
+        matrix = torch.empty(self.size, self.num_slots_total, dtype=torch.int64, device=device)
+        matrix[self.rank] = counts
+        exchange = Round(self.channel, call, call.phase)
+        for peer in exchange.peers():
+            exchange.recv(peer, matrix[peer])
+        for peer in exchange.peers():
+            exchange.send(peer, matrix[self.rank])
+        order = None if topk_idx is None else torch.argsort(flat, stable=True)  # while they travel
+        exchange.finish()
+        assert topk_idx is not None and order is not None
+        matrix = matrix.cpu()
         self._check_capacity(matrix, call)
-        return self._plan(topk_idx.long(), matrix, call.operation)
+        return self._plan(topk_idx, order, matrix, call.operation)
 
     def dispatch(
         self,
@@ -215,19 +225,6 @@ class ReferenceBackend:
             self._scratch[name] = scratch
         return scratch[:num_bytes].view(like.dtype).view(shape)
 
-    def _exchange_counts(self, counts: Tensor, call: Call) -> Tensor:
-        """Every rank's row counts per expert slot: [R, R*L] int64 on the CPU."""
-        exchange = Round(self.channel, call, call.phase)
-        device = self.channel.device()
-        matrix = torch.empty(self.size, self.num_slots_total, dtype=torch.int64, device=device)
-        matrix[self.rank] = counts
-        for peer in exchange.peers():
-            exchange.recv(peer, matrix[peer])
-        for peer in exchange.peers():
-            exchange.send(peer, matrix[self.rank])
-        exchange.finish()
-        return matrix.cpu()
-
     # -- checks and indices -----------------------------------------------------------------------
 
     def _check_capacity(self, matrix: Tensor, call: Call) -> None:
@@ -244,15 +241,17 @@ class ReferenceBackend:
                 "drop tokens in the router"
             )
 
-    def _plan(self, topk_idx: Tensor, matrix: Tensor, operation: int) -> ReferencePlan:
+    def _plan(
+        self, topk_idx: Tensor, order: Tensor, matrix: Tensor, operation: int
+    ) -> ReferencePlan:
+        """order: [T*K] slots sorted by expert. matrix: [R, R*L] rows of each rank per expert."""
         num_tokens, num_slots = topk_idx.shape
         local = self.num_local_experts
-        flat = topk_idx.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        slot_of_row = order[int((flat < 0).sum()) :]  # unused slots sort first
-        num_sent = slot_of_row.numel()
-        row_of_slot = torch.full_like(flat, num_sent)
-        row_of_slot[slot_of_row] = torch.arange(num_sent, device=flat.device)
+        sent = matrix[self.rank]
+        num_sent = int(sent.sum())
+        slot_of_row = order[order.numel() - num_sent :]  # unused slots sort first
+        row_of_slot = torch.full_like(order, num_sent)
+        row_of_slot[slot_of_row] = torch.arange(num_sent, device=order.device)
 
         valid = matrix.view(self.size, self.size, local)[:, self.rank]  # [source, expert]
         blocks = _align(valid.sum(0), self.layout.dispatch.row_alignment)
@@ -263,7 +262,6 @@ class ReferenceBackend:
         bounds = [*starts[1:], num_rows]
         before = (valid.cumsum(0) - valid).tolist()
         per_source = valid.tolist()
-        sent = matrix[self.rank]
         sent_start = (sent.cumsum(0) - sent).view(self.size, local).tolist()
         sent_count = sent.view(self.size, local).tolist()
         return ReferencePlan(
