@@ -83,6 +83,11 @@ setup_main() {
         setup_step "$setup_torch" "$python" -m pip install \
             ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$setup_torch"
     fi
+    # Compiling the CUDA core takes minutes: without a driver nothing could run it.
+    if [ -z "${MOE_EP_BUILD_CUDA:-}" ] &&
+        ! "$python" -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null; then
+        export MOE_EP_BUILD_CUDA=0
+    fi
     setup_step "moe_ep${extras:+[$extras]}" "$python" -m pip install -e "$setup_root${extras:+[$extras]}"
     # A stamp of other versions of these files says nothing about the present ones.
     { grep -s "^$(setup_hash) " "$stamp"; echo "$wanted"; } >"$stamp.new"
