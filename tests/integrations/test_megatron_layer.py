@@ -95,7 +95,8 @@ def _check_tensor_parallel(rank: int, path: str, etp: int) -> None:
         options = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
         options["expert_model_parallel_size"] = 2
         options["expert_tensor_parallel_size"] = etp
-        # gloo cannot gather the uneven rows that Megatron's alltoall gathers over expert-tensor ranks
+        # gloo can't gather the uneven rows that Megatron's alltoall gathers over expert-tensor
+        # ranks.
         ours, stock = _pair("alltoall" if etp == 1 else "allgather", **options)
         assert parallel_state.get_expert_tensor_and_model_parallel_group().size() == 2 * etp
         compare(ours, stock, seed=rank, tolerance=2e-6)
