@@ -20,6 +20,15 @@ DTYPES = {
 """The dtypes of x that each `dispatch.dtype` takes."""
 
 
+def check_device(device: torch.device | None, x: Any) -> Exception | None:
+    if device is None or not isinstance(x, Tensor) or x.device == device:
+        return None
+    return ValueError(
+        f"the tensor is on {x.device}, this object's backend works on {device}; move it there, or "
+        "set backend: reference"
+    )
+
+
 def check_tokens(layout: EPLayout, x: Any) -> Exception | None:
     allowed = DTYPES[layout.dispatch.dtype]
     if not isinstance(x, Tensor):

@@ -13,6 +13,7 @@ from moe_ep.autograd import Combine, Dispatch, Exchange
 from moe_ep.backends.base import Call
 from moe_ep.checks import (
     check_dequantize,
+    check_device,
     check_indices,
     check_rows,
     check_tokens,
@@ -57,8 +58,10 @@ class ExpertParallel:
             self.set_timeouts(first_s=seconds, steady_s=seconds)
         self._handles: weakref.WeakSet[DispatchHandle] = weakref.WeakSet()
         self._destroyed = False
-        self.channel = handshake(self.layout, group, self._timeouts.first_s)
-        self.backend = backends.create(self.layout, group, self.channel)
+        self.channel, unavailable = handshake(
+            self.layout, group, self._timeouts.first_s, backends.reasons(self.layout)
+        )
+        self.backend = backends.create(self.layout, group, self.channel, unavailable)
 
     # -- verbs ------------------------------------------------------------------------------------
 
@@ -135,8 +138,10 @@ class ExpertParallel:
             weights: [N] multiply the rows first (`probs`, where the experts did not apply them).
 
         Returns:
-            [T, H] in the dtype of `rows`: the sum over a token's used slots in slot order,
-            accumulated in fp32 and rounded once; zero for a token without any.
+            [T, H] in the dtype of `rows`: the sum over a token's used slots, accumulated in fp32;
+            zero for a token without any. The reference backend, and others with
+            `dispatch.exact_combine`, add in slot order and round once; else each rank's share of a
+            token is rounded before it travels. Either way results repeat bit for bit.
 
         Raises:
             TypeError, ValueError, OrderError: bad input on this rank. The peers get a PeerError.
@@ -147,8 +152,10 @@ class ExpertParallel:
         if call.error is not None:
             self.backend.refuse(call)
         plan = handle.plan
-        call.error = check_rows(self.layout, rows, handle) or check_weights(
-            weights, (plan.num_rows,)
+        call.error = (
+            check_rows(self.layout, rows, handle)
+            or check_device(self.backend.device, rows)
+            or check_weights(weights, (plan.num_rows,))
         )
         wide = torch.float64 if self.layout.dispatch.dtype == "fp64" else torch.float32
         if call.error is not None:
@@ -228,6 +235,7 @@ class ExpertParallel:
         values = not self.backend.checks_indices
         return (
             check_tokens(self.layout, x)
+            or check_device(self.backend.device, x)
             or check_dequantize(self.layout, x, dequantize)
             or check_indices(self.layout, x, topk_idx, values)
             or check_weights(topk_weights, tuple(topk_idx.shape))
@@ -244,7 +252,11 @@ class ExpertParallel:
     ) -> Exception | None:
         if topk_idx is not None:
             return ValueError("dispatch takes topk_idx or a handle; it got both")
-        problem = check_tokens(self.layout, x) or check_dequantize(self.layout, x, dequantize)
+        problem = (
+            check_tokens(self.layout, x)
+            or check_device(self.backend.device, x)
+            or check_dequantize(self.layout, x, dequantize)
+        )
         if problem is not None:
             return problem
         if x.shape[0] != handle.num_tokens or x.dtype != handle.dtype:

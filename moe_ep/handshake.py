@@ -1,8 +1,9 @@
-"""The first exchange of a group: do all ranks hold one layout, and does it fit the group?"""
+"""The first exchange of a group: one layout on all ranks, and what every rank can run."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,16 @@ from moe_ep.layout import EPLayout
 _FRAME_BYTES = 8192
 
 
-def handshake(layout: EPLayout, group: dist.ProcessGroup, timeout_s: float) -> Channel:
+def handshake(
+    layout: EPLayout, group: dist.ProcessGroup, timeout_s: float, reasons: dict[str, str | None]
+) -> tuple[Channel, dict[str, str | None]]:
     """Compares layouts across the group, and opens a channel whose number is equal on all ranks.
+
+    Args:
+        reasons: why each backend cannot run on this rank; None where it can.
+
+    Returns:
+        The channel, and why each backend cannot run on some rank, the same on all ranks.
 
     Raises:
         LayoutError: the layout does not fit the group; its peers get a
@@ -28,7 +37,7 @@ def handshake(layout: EPLayout, group: dist.ProcessGroup, timeout_s: float) -> C
         raise LayoutError("this rank is not a member of the process group")
     channel = Channel(group)
     call = Call(0, "setup", timeout_s, _misfit(layout, channel.size))
-    frame = {"layout": layout.model_dump(), "channel": Channel.next_number}
+    frame = {"layout": layout.model_dump(), "channel": Channel.next_number, "reasons": reasons}
     data = json.dumps(frame).encode().ljust(_FRAME_BYTES)
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(channel.device())
     frames = {peer: torch.empty_like(mine) for peer in range(channel.size) if peer != channel.rank}
@@ -49,9 +58,19 @@ def handshake(layout: EPLayout, group: dist.ProcessGroup, timeout_s: float) -> C
                 f"ranks {channel.rank} and {peer} were given different layouts: "
                 + "; ".join(different)
             )
-    number = max([Channel.next_number, *(answer["channel"] for answer in answers.values())])
+    answers[channel.rank] = frame
+    number = max(answer["channel"] for answer in answers.values())
     Channel.next_number = number + 1
-    return Channel(group, number)
+    agreed = {name: _first_reason(name, answers) for name in reasons}
+    return Channel(group, number), agreed
+
+
+def _first_reason(backend: str, answers: dict[int, dict[str, Any]]) -> str | None:
+    for rank, answer in sorted(answers.items()):
+        reason = answer["reasons"][backend]
+        if reason is not None:
+            return f"rank {rank}: {reason}"
+    return None
 
 
 def _misfit(layout: EPLayout, num_ranks: int) -> LayoutError | None:

@@ -53,6 +53,7 @@ class DispatchOptions(_Section):
     row_alignment: int = Field(default=1, ge=1, le=4096)
     num_sms: int = Field(default=24, ge=1, le=1024)
     mode: Literal["throughput", "low_latency"] = "throughput"
+    exact_combine: bool = Field(default=False, description="sum in slot order, rounding once")
     capacity: int | None = Field(default=None, ge=1, description="static rows of a rank's result")
 
 

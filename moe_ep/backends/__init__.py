@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from moe_ep.backends import cuda
 from moe_ep.backends.base import Backend
 from moe_ep.backends.channel import Channel
 from moe_ep.backends.reference import ReferenceBackend
@@ -15,46 +17,51 @@ from moe_ep.layout import EPLayout
 
 logger = logging.getLogger("moe_ep")
 
-_NOT_BUILT = (
-    "this version of moe_ep has no {} backend; set backend: reference (any device) or backend: auto"
-)
+
+@dataclass(frozen=True)
+class _Candidate:
+    unavailable: Callable[[EPLayout], str | None]
+    """Why it cannot run this layout here; None where it can."""
+    build: Callable[[EPLayout, dist.ProcessGroup, Channel], Backend] | None
 
 
-def _reference_reason(layout: EPLayout) -> str | None:
-    return None
-
-
-def _reason(name: str) -> Callable[[EPLayout], str | None]:
-    return lambda layout: _NOT_BUILT.format(name)
-
-
-# Fastest first: the order in which "auto" tries them. Each entry says why it can't run, or None.
-_UNAVAILABLE: dict[str, Callable[[EPLayout], str | None]] = {
-    "nvshmem": _reason("nvshmem"),
-    "cuda": _reason("cuda"),
-    "reference": _reference_reason,
+# Fastest first: the order in which "auto" tries them.
+_CANDIDATES = {
+    "nvshmem": _Candidate(lambda layout: "this version of moe_ep has no nvshmem backend", None),
+    "cuda": _Candidate(cuda.unavailable_reason, cuda.CudaBackend),
+    "reference": _Candidate(lambda layout: None, ReferenceBackend),
 }
-_CLASSES = {"reference": ReferenceBackend}
 
 
-def create(layout: EPLayout, group: dist.ProcessGroup, channel: Channel) -> Backend:
-    """Builds the layout's backend.
+def reasons(layout: EPLayout) -> dict[str, str | None]:
+    """Why each backend cannot run `layout` in this process; None where it can."""
+    return {name: candidate.unavailable(layout) for name, candidate in _CANDIDATES.items()}
+
+
+def create(
+    layout: EPLayout,
+    group: dist.ProcessGroup,
+    channel: Channel,
+    unavailable: dict[str, str | None],
+) -> Backend:
+    """Builds the layout's backend: the same on every rank.
+
+    Args:
+        unavailable: as from `reasons`, for the group as a whole.
 
     Raises:
-        BackendUnavailableError: a backend asked for by name cannot run here.
+        BackendUnavailableError: a backend asked for by name cannot run on some rank.
     """
-    if layout.backend != "auto":
-        reason = _UNAVAILABLE[layout.backend](layout)
-        if reason:
-            raise BackendUnavailableError(f"backend {layout.backend!r} cannot run: {reason}")
-        return _CLASSES[layout.backend](layout, group, channel)
-    skipped: list[str] = []
-    for name, unavailable in _UNAVAILABLE.items():
-        reason = unavailable(layout)
-        if reason is None:
-            if channel.rank == 0:
-                why = "; ".join(skipped) or "the first choice"
-                logger.info("backend auto: using %r (%s)", name, why)
-            return _CLASSES[name](layout, group, channel)
-        skipped.append(f"not {name}: {reason.split(';')[0]}")
-    raise AssertionError("the reference backend always runs")
+    name: str = layout.backend
+    if name == "auto":
+        name = next(name for name, reason in unavailable.items() if reason is None)
+        if channel.rank == 0:
+            skipped = "; ".join(f"{n}: {reason}" for n, reason in unavailable.items() if reason)
+            logger.info("backend auto: using %r (%s)", name, skipped or "the fastest")
+    reason, build = unavailable[name], _CANDIDATES[name].build
+    if reason is not None or build is None:
+        raise BackendUnavailableError(
+            f"backend {name!r} cannot run: {reason}; backend: reference runs everywhere, "
+            "backend: auto takes the fastest that runs"
+        )
+    return build(layout, group, channel)

@@ -69,6 +69,10 @@ class Backend(Protocol):
     checks_indices: bool
     """Whether `prepare` itself reports expert ids out of range (the device finds them)."""
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where tensors must be; None: anywhere."""
+
     def prepare(self, topk_idx: Tensor | None, call: Call) -> Plan:
         """Exchanges row counts. topk_idx: [T, K] integer ids over all R*L expert slots, -1 unused.
 

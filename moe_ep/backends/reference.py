@@ -56,6 +56,7 @@ class ReferenceBackend:
     """See `moe_ep.backends.base.Backend`."""
 
     name = "reference"
+    device = None
     checks_indices = False
 
     def __init__(self, layout: EPLayout, group: dist.ProcessGroup, channel: Channel) -> None:

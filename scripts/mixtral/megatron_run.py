@@ -88,7 +88,7 @@ def _megatron(options: argparse.Namespace, device: torch.device) -> Iterator[Non
         torch.manual_seed(options.seed)
         model_parallel_cuda_manual_seed(options.seed)
         if options.dispatcher == "deepep":
-            stack.enter_context(_moe_ep_dispatcher(options))
+            stack.enter_context(_moe_ep_dispatcher(options, device))
         yield
 
 
@@ -109,7 +109,7 @@ def _no_coalescing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _moe_ep_dispatcher(options: argparse.Namespace) -> Iterator[None]:
+def _moe_ep_dispatcher(options: argparse.Namespace, device: torch.device) -> Iterator[None]:
     """Makes `moe_token_dispatcher_type="deepep"` mean moe_ep, with this run's sizes."""
     from moe_ep import EPLayout
     from moe_ep.integrations import megatron
@@ -128,7 +128,11 @@ def _moe_ep_dispatcher(options: argparse.Namespace) -> Iterator[None]:
             "dispatch.dtype": "fp8_e4m3" if fp8 else options.dtype,
         }
     )
-    backend = None if options.backend == "auto" else options.backend
+    backend = options.backend
+    if backend == "auto" and device.type == "cpu":
+        backend = "reference"  # also where there is a GPU that this run does not use
+    if backend == "auto" and options.layout is not None:
+        backend = layout.backend
     megatron.install(layout=layout, backend=backend)
     try:
         yield

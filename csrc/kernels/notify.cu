@@ -1,0 +1,302 @@
+// notify: a stable histogram and scan of topk_idx, the exchange of counts, and the publication of
+// the lists by which the destinations pull.
+//
+// Tokens are cut into one contiguous range per warp of the grid. Each warp counts its range, the
+// counts are scanned over warps, blocks and ranks, and each warp then walks its range once more, in
+// order, to give every slot its place. Nothing depends on the order in which warps run.
+#include "device/block_scan.cuh"
+#include "device/grid.cuh"
+#include "kernels/notify.h"
+#include "kernels/notify_counts.cuh"
+
+namespace moe_ep {
+namespace {
+
+struct Verdict {
+  NotifyStatus status;
+  int culprit, worst_rows, max_tokens;
+};
+
+// The same on all ranks, since all see the same matrix. Called by all threads of a block.
+__device__ Verdict judge(const NotifyArgs& args, const int32_t* matrix, const int32_t* scan) {
+  __shared__ int32_t bad[kMaxRanks], tokens[kMaxRanks];
+  const CommView& comm = args.comm;
+  const int experts = comm.num_experts, ranks = comm.num_ranks, local = experts / ranks;
+  for (int r = threadIdx.x; r < ranks; r += kNotifyThreads) {
+    const int32_t* row = matrix + r * count_columns(experts, ranks);
+    bad[r] = row[bad_index_column(experts, ranks)];
+    tokens[r] = row[num_tokens_column(experts, ranks)];
+  }
+  __syncthreads();
+  Verdict verdict{};
+  int bad_rank = -1, fullest = 0;
+  for (int r = ranks - 1; r >= 0; --r) {
+    if (bad[r] > 0) bad_rank = r;
+    verdict.max_tokens = max(verdict.max_tokens, tokens[r]);
+    const int rows = scan[(r + 1) * local] - scan[r * local];
+    if (rows >= verdict.worst_rows) verdict.worst_rows = rows, fullest = r;
+  }
+  const bool overflow = args.capacity > 0 && verdict.worst_rows > args.capacity;
+  verdict.culprit = bad_rank >= 0 ? bad_rank : fullest;
+  verdict.status = bad_rank >= 0                          ? NotifyStatus::kBadInput
+                   : verdict.max_tokens > comm.max_tokens ? NotifyStatus::kNeedsRoom
+                   : overflow                             ? NotifyStatus::kOverflow
+                                                          : NotifyStatus::kOk;
+  return verdict;
+}
+
+// Computes the block's offsets from the matrix of counts.
+__device__ void compute_offsets(const NotifyArgs& args, const int32_t* matrix,
+                                const Offsets& offsets) {
+  const CommView& comm = args.comm;
+  const int experts = comm.num_experts, ranks = comm.num_ranks, local = experts / ranks;
+  const int width = count_columns(experts, ranks);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int e = threadIdx.x; e < experts; e += kNotifyThreads) {
+    int32_t total = 0, before = 0;
+    for (int s = 0; s < ranks; ++s) {
+      const int32_t count = matrix[s * width + e];
+      if (s < comm.rank) before += count;
+      total += count;
+    }
+    offsets.base[e] = before;
+    offsets.scan[e] = static_cast<int32_t>(align_up(total, args.row_alignment));
+  }
+  const int32_t* mine = matrix + comm.rank * width;
+  for (int d = warp; d < ranks; d += kNotifyWarps) {
+    int32_t rows = 0, items = 0;
+    for (int i = lane; i < d; i += 32) rows += mine[experts + i];
+    for (int e = lane; e < d * local; e += 32) items += mine[e];
+    rows = warp_sum(rows);
+    items = warp_sum(items);
+    if (lane == 0) offsets.base[experts + d] = rows;
+    if (lane == 0) offsets.base[experts + ranks + d] = items;
+  }
+  __syncthreads();
+  block_exclusive_scan<kNotifyThreads>(offsets.scan, experts);
+  for (int e = threadIdx.x; e < experts; e += kNotifyThreads) {
+    offsets.base[e] += offsets.scan[e] - offsets.scan[e / local * local];
+  }
+  __syncthreads();
+}
+
+// Writes the plan's header; a failed notify leaves a plan of nothing. Called by one block.
+__device__ void write_header(const NotifyArgs& args, const int32_t* matrix, const int32_t* scan,
+                             NotifyStatus status) {
+  const bool valid = status == NotifyStatus::kOk;
+  const CommView& comm = args.comm;
+  const int experts = comm.num_experts, ranks = comm.num_ranks, local = experts / ranks;
+  const int width = count_columns(experts, ranks);
+  const int first = comm.rank * local;
+  __shared__ int32_t row_counts[kMaxRanks], item_counts[kMaxRanks];
+  const PlanHeader at = plan_header(ranks, local);
+  int32_t* header = args.plan.header;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i <= local; i += kNotifyThreads) {
+    header[at.expert_begin + i] = valid ? scan[first + i] - scan[first] : 0;
+    if (i == local) continue;
+    int32_t count = 0;
+    for (int s = 0; s < ranks; ++s) count += matrix[s * width + first + i];
+    header[at.expert_count + i] = valid ? count : 0;
+  }
+  for (int s = warp; s < ranks; s += kNotifyWarps) {
+    const int32_t* row = matrix + s * width;
+    int32_t items = 0, skipped_rows = 0, skipped_items = 0;
+    for (int e = lane; e < local; e += 32) items += row[first + e];
+    for (int d = lane; d < comm.rank; d += 32) skipped_rows += row[experts + d];
+    for (int e = lane; e < first; e += 32) skipped_items += row[e];
+    items = warp_sum(items);
+    skipped_rows = warp_sum(skipped_rows);
+    skipped_items = warp_sum(skipped_items);
+    if (lane != 0) continue;
+    row_counts[s] = valid ? row[experts + comm.rank] : 0;
+    item_counts[s] = valid ? items : 0;
+    header[at.source_rank_row + s] = skipped_rows;
+    header[at.source_item + s] = skipped_items;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int32_t rows = 0, items = 0;
+    for (int s = 0; s <= ranks; ++s) {
+      header[at.rank_row_begin + s] = rows;
+      header[at.item_begin + s] = items;
+      if (s == ranks) break;
+      rows += row_counts[s];
+      items += item_counts[s];
+    }
+    header[at.num_rows] = valid ? scan[first + local] - scan[first] : 0;
+    header[at.status] = static_cast<int32_t>(status);
+    header[at.num_rank_rows] = rows;
+    header[at.num_items] = items;
+  }
+  __syncthreads();
+}
+
+// Tells the host how much to allocate, before anything else is done with the counts.
+__device__ void report(const NotifyArgs& args, const Verdict& verdict) {
+  const CommView& comm = args.comm;
+  HostState* host = comm.host;
+  const int local = comm.num_experts / comm.num_ranks;
+  const PlanHeader at = plan_header(comm.num_ranks, local);
+  const int32_t* header = args.plan.header;
+  if (!args.report_to_host) {
+    if (threadIdx.x == 0 && verdict.status != NotifyStatus::kOk && host->sticky_status == 0) {
+      host->culprit = verdict.culprit;
+      host->worst_rows = verdict.worst_rows;
+      host->max_tokens = verdict.max_tokens;
+      __threadfence_system();
+      host->sticky_status = static_cast<uint32_t>(verdict.status);
+    }
+    return;
+  }
+  for (int i = threadIdx.x; i < local; i += kNotifyThreads) {
+    host->expert_rows[i] = header[at.expert_begin + i + 1] - header[at.expert_begin + i];
+    host->expert_count[i] = header[at.expert_count + i];
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  host->status = verdict.status;
+  host->culprit = verdict.culprit;
+  host->worst_rows = verdict.worst_rows;
+  host->max_tokens = verdict.max_tokens;
+  host->num_rows = header[at.num_rows];
+  host->num_rank_rows = header[at.num_rank_rows];
+  host->num_items = header[at.num_items];
+  __threadfence_system();
+  host->counts_ready = 1;
+}
+
+// Gives every slot its row and publishes rank rows and items, in order. `counters` holds, per warp,
+// the next free place of each column.
+__device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const Offsets& offsets) {
+  const CommView& comm = args.comm;
+  const PlanView& plan = args.plan;
+  const int experts = comm.num_experts, ranks = comm.num_ranks;
+  const int destinations = max_destinations(comm.max_slots, ranks);
+  int32_t* mine = counters + threadIdx.x / 32 * own_columns(experts, ranks);
+  char* own = comm.peers[comm.rank];
+  RankRow* rank_rows = reinterpret_cast<RankRow*>(own + comm.layout.rank_rows);
+  Item* items = reinterpret_cast<Item*>(own + comm.layout.items);
+  const uint32_t lane = threadIdx.x % 32, lower = (1u << lane) - 1;
+  const Range range = warp_range(plan.num_tokens);
+  const int64_t end = range.end * plan.num_slots;
+  for (int64_t i0 = range.begin * plan.num_slots; i0 < end; i0 += 32) {
+    const int64_t slot = i0 + lane;
+    SlotInfo info{};
+    info.expert = info.destination = -1;
+    if (slot < end) info = inspect_slot(args, slot);
+    const bool used = info.expert >= 0;
+    const uint32_t same_expert = __match_any_sync(kAllLanes, info.expert);
+    const uint32_t same_rank = __match_any_sync(kAllLanes, info.destination);
+    const uint32_t firsts = __ballot_sync(kAllLanes, used && info.first) & same_rank;
+    int32_t *next_row = nullptr, *next_rank_row = nullptr, *next_item = nullptr;
+    int32_t row = -1, rank_row = 0, item_begin = 0;
+    if (used) {
+      next_row = mine + info.expert;
+      next_rank_row = mine + experts + info.destination;
+      next_item = mine + experts + ranks + info.destination;
+      row = *next_row + __popc(same_expert & lower);
+      rank_row = *next_rank_row + __popc(firsts & lower);
+      item_begin = *next_item + __popc(same_rank & lower) - info.same_before;
+    }
+    __syncwarp();
+    if (used && (same_expert >> lane) == 1) *next_row = row + 1;  // the highest lane of its group
+    if (used && (same_rank >> lane) == 1) {
+      *next_rank_row += __popc(firsts);
+      *next_item += __popc(same_rank);
+    }
+    __syncwarp();
+    if (slot >= end) continue;
+    plan.row_of_slot[slot] = row;
+    const int32_t token = static_cast<int32_t>(slot / plan.num_slots);
+    if (slot % plan.num_slots == 0) plan.num_partials[token] = info.num_destinations;
+    if (!used) continue;
+    items[item_begin + info.order] = {row, static_cast<int32_t>(slot)};
+    plan.item_of_slot[slot] = item_begin + info.order;
+    if (!info.first) continue;
+    const int32_t segment = offsets.base[experts + ranks + info.destination];
+    rank_rows[rank_row] = {token, rank_row, item_begin - segment, info.same};
+    plan.partial_slots[token * destinations + info.position] = rank_row;
+  }
+}
+
+__device__ void clear_slots(const PlanView& plan) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kNotifyThreads + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kNotifyThreads;
+  for (int64_t i = first; i < plan.num_tokens * plan.num_slots; i += step) plan.row_of_slot[i] = -1;
+  for (int64_t i = first; i < plan.num_tokens; i += step) plan.num_partials[i] = 0;
+}
+
+__global__ void __launch_bounds__(kNotifyThreads, 1)
+    notify_kernel(const __grid_constant__ NotifyArgs args) {
+  extern __shared__ int32_t shared[];
+  const CommView& comm = args.comm;
+  if (is_aborted(comm)) return;
+  const uint64_t operation = comm.control->operation + 1;
+  const int columns = own_columns(comm.num_experts, comm.num_ranks);
+  int32_t* counters = shared;  // [warps][columns]
+  const Offsets offsets{counters + kNotifyWarps * columns, counters + (kNotifyWarps + 1) * columns};
+  int32_t* block_counts = args.scratch;
+  int32_t* matrix = args.scratch + kMaxNotifyBlocks * columns;
+
+  count_slots(args, counters, block_counts);
+  if (!grid_barrier(comm, operation)) return;
+  send_counts(args, operation, block_counts);
+  receive_counts(comm, operation, matrix);
+  if (!grid_barrier(comm, operation) || is_aborted(comm)) return;
+
+  compute_offsets(args, matrix, offsets);
+  const Verdict verdict = judge(args, matrix, offsets.scan);
+  const bool valid = verdict.status == NotifyStatus::kOk;
+  if (blockIdx.x == 0) {
+    write_header(args, matrix, offsets.scan, verdict.status);
+    report(args, verdict);
+  }
+  if (valid) {
+    const int32_t* before = block_counts + static_cast<int64_t>(blockIdx.x) * columns;
+    for (int i = threadIdx.x; i < kNotifyWarps * columns; i += kNotifyThreads) {
+      const int c = i % columns;
+      if (c < columns - 1) counters[i] += before[c] + offsets.base[c];
+    }
+    __syncthreads();
+    publish_lists(args, counters, offsets);
+  } else {
+    clear_slots(args.plan);
+  }
+
+  if (!arrive_last(&comm.control->arrived_end)) return;
+  if (threadIdx.x < 32) signal_peers(comm, Signal::kListsReady, operation << 1, threadIdx.x);
+  // Ending only when all ranks have published makes one notify a barrier: no rank can be so far
+  // ahead that it overwrites counts or lists somebody still reads.
+  if (threadIdx.x < comm.num_ranks) {
+    wait_signal(comm, Signal::kListsReady, threadIdx.x, operation, Phase::kLists);
+  }
+  if (threadIdx.x == 0) comm.control->operation = operation;
+}
+
+int64_t shared_bytes(int num_experts, int num_ranks) {
+  const int64_t columns = own_columns(num_experts, num_ranks);
+  return ((kNotifyWarps + 1) * columns + num_experts + 1) * static_cast<int64_t>(sizeof(int32_t));
+}
+
+}  // namespace
+
+int64_t notify_scratch_words(int num_experts, int num_ranks) {
+  return static_cast<int64_t>(kMaxNotifyBlocks) * own_columns(num_experts, num_ranks) +
+         static_cast<int64_t>(num_ranks) * count_columns(num_experts, num_ranks);
+}
+
+cudaError_t prepare_notify(int num_experts, int num_ranks) {
+  return cudaFuncSetAttribute(notify_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared_bytes(num_experts, num_ranks)));
+}
+
+cudaError_t launch_notify(const NotifyArgs& args, int num_blocks, cudaStream_t stream) {
+  const int64_t bytes = shared_bytes(args.comm.num_experts, args.comm.num_ranks);
+  const int blocks = num_blocks < kMaxNotifyBlocks ? num_blocks : kMaxNotifyBlocks;
+  notify_kernel<<<blocks, kNotifyThreads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace moe_ep

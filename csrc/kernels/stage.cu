@@ -1,0 +1,30 @@
+// stage of rows as they are: a copy.
+#include "device/staging.cuh"
+#include "kernels/stage.h"
+
+namespace moe_ep {
+namespace {
+
+constexpr int kThreads = 512;
+
+__global__ void __launch_bounds__(kThreads, 1)
+    stage_kernel(const __grid_constant__ StageArgs args) {
+  const CommView& comm = args.comm;
+  const PlanView& plan = args.plan;
+  if (is_aborted(comm) || !plan_is_valid(comm, plan)) return;
+  const StagingSlot slot = current_slot(comm);
+  if (!wait_all_peers(comm, Signal::kStageDone, slot.last_used_by, Phase::kStageFree)) return;
+  const StagedRows stage = staged_rows(comm, slot, comm.rank);
+  copy_flat(stage.rows, args.x, plan.num_tokens * args.row_bytes);
+  stage_probs(plan, args.probs, stage);
+  publish_stage(comm, slot);
+}
+
+}  // namespace
+
+cudaError_t launch_stage(const StageArgs& args, int num_blocks, cudaStream_t stream) {
+  stage_kernel<<<num_blocks, kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace moe_ep

@@ -1,0 +1,119 @@
+// A rank's end of the expert-parallel exchange on one host: owns its memory, launches its kernels.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/symmetric_memory.h"
+#include "shared/comm_view.h"
+#include "shared/plan_layout.h"
+
+namespace moe_ep {
+
+struct CommunicatorConfig {
+  int device = 0;
+  int rank = 0;
+  int num_ranks = 1;
+  int num_experts = 1;     // of the whole group, expert-tensor copies included
+  int num_slots = 1;       // K at most
+  int max_row_bytes = 16;  // of a token row in its widest type
+  int max_scales = 0;      // FP8 scales of a row, 0 if rows never travel as FP8
+  bool exact_combine = false;
+  int row_alignment = 1;
+  int64_t capacity = 0;  // static rows of a result; 0: sizes follow the routing
+};
+
+// How to launch one operation.
+struct Launch {
+  uintptr_t stream = 0;
+  double timeout_s = 60.0;
+  int num_sms = 24;
+  bool bad_input = false;  // this rank's data means nothing: peers are told
+};
+
+// Device addresses; 0 where there is no such tensor.
+struct DispatchTensors {
+  uintptr_t x = 0, probs = 0, rows = 0, row_probs = 0, row_scales = 0;
+  int hidden = 0;
+  int type = 0;  // DataType of x
+  int fp8 = 0;   // 0: as it is; 1: FP8 with fp32 scales; 2: with power-of-two scales
+};
+
+struct CombineTensors {
+  uintptr_t rows = 0, weights = 0, values = 0, out = 0, slot_values = 0;
+  int hidden = 0;
+  int type = 0;  // DataType of rows
+};
+
+// What notify told the host.
+struct Counts {
+  int status = 0;  // NotifyStatus
+  int culprit = 0, worst_rows = 0, max_tokens = 0;
+  int num_rows = 0, num_rank_rows = 0, num_items = 0;
+  std::vector<int64_t> expert_rows, expert_count;  // [L]
+};
+
+struct Fault {
+  int rank, peer;
+  std::string phase;
+  uint64_t operation, expected, seen;
+};
+
+class Communicator {
+ public:
+  explicit Communicator(const CommunicatorConfig& config);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Symmetric memory for `max_tokens` tokens per rank; the old one must have been closed and
+  // released on all ranks.
+  SymmetricMemory& allocate(int64_t max_tokens);
+  void release_memory();
+  SymmetricMemory& memory();
+
+  // int32 words of a plan's header.
+  int64_t header_words() const;
+
+  // Each returns the operation's number, as a fault record would name it. All are asynchronous.
+  uint64_t notify(const PlanView& plan, uintptr_t topk_idx, bool is_64_bit, bool report,
+                  const Launch& launch);
+  void fetch_lists(const PlanView& plan, const Launch& launch);
+  // First half of a dispatch: needs neither the plan's lists nor its counts. Does nothing on any
+  // rank where the notify before it failed.
+  void stage(const PlanView& plan, const DispatchTensors& tensors, const Launch& launch);
+  uint64_t dispatch(const PlanView& plan, const DispatchTensors& tensors, const Launch& launch);
+  uint64_t combine(const PlanView& plan, const CombineTensors& tensors, const Launch& launch);
+
+  // Waits on the host for what the last notify with `report` found. No value: a fault.
+  std::optional<Counts> wait_counts(const Launch& launch);
+
+  // Whether the device has reported nothing: what the next three would tell.
+  bool is_quiet() const {
+    return host_->fault.state == 0 && host_->bad_peer == 0 && host_->sticky_status == 0;
+  }
+  std::optional<Fault> fault() const;
+  // A rank that reported bad input since the last call, or -1.
+  int take_bad_peer();
+  // What a notify that nobody waited for found wrong, as Counts with a status; kOk: nothing.
+  Counts sticky() const;
+
+ private:
+  CommView view(const Launch& launch) const;
+  bool stages(const DispatchTensors& tensors) const;
+  Counts read_counts() const;
+
+  CommunicatorConfig config_;
+  std::unique_ptr<SymmetricMemory> memory_;
+  Control* control_ = nullptr;
+  HostState* host_ = nullptr;         // as the host sees it
+  HostState* host_mapped_ = nullptr;  // as the device sees it
+  int32_t* scratch_ = nullptr;
+  uint64_t operations_ = 0;  // launched
+};
+
+}  // namespace moe_ep
