@@ -1,0 +1,80 @@
+"""`train_mixtral --framework deepspeed`, as a user starts it."""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+pytestmark = pytest.mark.timeout(200)
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_mixtral.py"
+
+
+def _run(out: Path, *flags: str, code: int = 0) -> tuple[list[dict], str]:
+    command = [sys.executable, str(SCRIPT), "--framework", "deepspeed", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--out", str(out), *flags], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    path = out / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if code == 0 else []
+    return records, done.stdout + done.stderr
+
+
+def test_sixty_steps_and_the_step_time_of_stock(tmp_path: Path) -> None:
+    mine, text = _run(tmp_path / "ours", "--steps", "60")
+    assert mine[-1]["lm_loss"] < mine[0]["lm_loss"] * 2 / 3
+    assert {"metrics.jsonl", "loss.png", "experts.png"} <= {
+        path.name for path in (tmp_path / "ours").iterdir()
+    }
+    assert "validation loss" in text and "compil" not in text.lower()
+    stock, _ = _run(tmp_path / "stock", "--steps", "20", "--eval-every", "0",
+                    "--dispatcher", "alltoall")  # fmt: skip
+    for step, (one, other) in enumerate(zip(mine[:20], stock, strict=True), 1):
+        assert one["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6), step
+    # Every token is moved once per layer and choice: tokens * top-2 * 2 layers.
+    tokens = mine[0]["tokens_per_s"] * mine[0]["step_ms"] / 1000
+    assert mine[0]["rows_moved"] == pytest.approx(tokens * 2 * 2) and stock[0]["rows_moved"] == 0
+    # The quickest steps: what other processes took from the machine is in all others.
+    quickest = [
+        statistics.mean(sorted(record["step_ms"] for record in records[1:20])[:5])
+        for records in (mine, stock)
+    ]
+    ratio = quickest[0] / quickest[1]
+    print(f"step time {quickest[0]:.0f} ms, stock {quickest[1]:.0f} ms, ratio {ratio:.2f}")
+    assert ratio <= 1.0
+
+
+def test_resume_repeats_the_uninterrupted_run(tmp_path: Path) -> None:
+    flags = ["--seq-len", "32", "--micro-batch", "2", "--warmup", "2", "--eval-every", "0"]
+    saves = ["--save", str(tmp_path / "checkpoints"), "--save-every", "3"]
+    through, _ = _run(tmp_path / "through", *flags, *saves, "--steps", "6")
+    middle = str(tmp_path / "checkpoints" / "step_0000003")
+    resumed, text = _run(tmp_path / "resumed", *flags, "--steps", "6", "--resume", middle)
+    assert "resumed from" in text
+    assert [r["lm_loss"] for r in resumed] == [r["lm_loss"] for r in through[3:]]
+
+
+def test_autoep_in_bf16(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    flags = ["--seq-len", "32", "--micro-batch", "2", "--eval-every", "0", "--steps", "8"]
+    records, _ = _run(tmp_path, *flags, "--autoep", "--dtype", "bf16", "--lr", "1e-2")
+    assert records[-1]["lm_loss"] < records[0]["lm_loss"]
+    assert records[-1]["rows_moved"] > 0 and records[-1]["aux_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tp", "2"], "--tp 2"),
+        (["--dispatcher", "allgather"], "alltoall"),
+        (["--zero", "3"], "--autoep"),
+    ],
+)
+def test_flags_deepspeed_does_not_take(tmp_path: Path, flags: list[str], words: str) -> None:
+    _, text = _run(tmp_path, *flags, code=2)
+    assert words in text and "Traceback" not in text
