@@ -20,12 +20,12 @@ newest=build/megatron-core-0.19.2
 if [ ! -e "$newest/.complete" ]; then
     started=$SECONDS
     rm -rf "$newest" && mkdir -p "$newest"
-    pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d "$newest" \
+    pip download -qq --no-deps --only-binary=:all: --python-version 3.12 -d "$newest" \
         megatron-core==0.19.2
     python -m zipfile -e "$newest"/megatron_core-*.whl "$newest"
     rm "$newest"/megatron_core-*.whl
     python -c "import triton" 2>/dev/null ||
-        pip install -q --no-deps --target "$newest" "triton>=3.4,<4"
+        pip install -qq --no-deps --target "$newest" "triton>=3.4,<4"
     touch "$newest/.complete"
     echo "test: megatron-core 0.19.2 unpacked beside the installed one, $((SECONDS - started)) s"
 fi
