@@ -48,14 +48,16 @@ class ExpertParallel:
     def __init__(self, layout: EPLayout, group: dist.ProcessGroup | None = None) -> None:
         group = group if group is not None else dist.distributed_c10d._get_default_group()
         chosen = env.backend()
-        self.layout = layout if chosen is None else layout.replace(backend=chosen)
+        seconds = env.timeout_s()
+        if chosen is not None:
+            layout = layout.replace(backend=chosen)
+        if seconds is not None:
+            layout = layout.replace(timeouts={"first_s": seconds, "steady_s": seconds})
+        self.layout = layout
         self.group = group
         self.rank = dist.get_rank(group)
         self.operations = 0
-        seconds = env.timeout_s()
         self._timeouts = self.layout.timeouts
-        if seconds is not None:
-            self.set_timeouts(first_s=seconds, steady_s=seconds)
         self._handles: weakref.WeakSet[DispatchHandle] = weakref.WeakSet()
         self._destroyed = False
         self.channel, unavailable = handshake(
@@ -91,7 +93,8 @@ class ExpertParallel:
 
         Raises:
             TypeError, ValueError: bad input on this rank. The peers get a PeerError.
-            PeerError: bad input on another rank. The object stays usable.
+            PeerError: bad input on another rank. The object stays usable, except after a handle
+                that is not of this object, or (backend cuda) bad input beside a handle.
             CapacityError: more rows than `dispatch.capacity`, on any rank.
             PeerTimeoutError: a rank did not come in time. The object is broken from then on.
         """
@@ -145,7 +148,8 @@ class ExpertParallel:
 
         Raises:
             TypeError, ValueError, OrderError: bad input on this rank. The peers get a PeerError.
-            PeerError, PeerTimeoutError: as for `dispatch`.
+            PeerError, PeerTimeoutError: as for `dispatch`. On backend cuda peers get the PeerError
+                at a later call, and the object is broken on all ranks.
         """
         call = self._call("combine.rows")
         call.error = self._check_handle(handle)
@@ -222,9 +226,11 @@ class ExpertParallel:
         if copies == 1:
             return topk_idx
         local = self.layout.num_local_experts
+        topk_idx = topk_idx.long()
         first = (topk_idx // local * copies) * local + topk_idx % local
         part = torch.arange(copies, device=topk_idx.device) * local
-        slots = torch.where(topk_idx.unsqueeze(2) < 0, -1, first.unsqueeze(2) + part)
+        wide = topk_idx.unsqueeze(2)
+        slots = torch.where(wide < 0, wide, first.unsqueeze(2) + part)  # bad ids stay bad
         return slots.flatten(1)
 
     def _check_routing(

@@ -40,3 +40,13 @@ def timeout_s() -> float | None:
 def under_torchrun() -> bool:
     """Whether torchrun (or a launcher like it) has set this process's rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def local_rank() -> int:
+    """This process's number on its host, as torchrun counts."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_size() -> int:
+    """How many processes torchrun has started on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -14,6 +14,7 @@ from moe_ep.errors import LayoutError, LayoutMismatchError, PeerError
 from moe_ep.layout import EPLayout
 
 _FRAME_BYTES = 8192
+_REASON_LETTERS = 400
 
 
 def handshake(
@@ -36,9 +37,11 @@ def handshake(
     if dist.get_rank(group) < 0:
         raise LayoutError("this rank is not a member of the process group")
     channel = Channel(group)
+    reasons = {name: reason and reason[:_REASON_LETTERS] for name, reason in reasons.items()}
     call = Call(0, "setup", timeout_s, _misfit(layout, channel.size))
     frame = {"layout": layout.model_dump(), "channel": Channel.next_number, "reasons": reasons}
     data = json.dumps(frame).encode().ljust(_FRAME_BYTES)
+    assert len(data) == _FRAME_BYTES, f"a frame of {len(data)} bytes"
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(channel.device())
     frames = {peer: torch.empty_like(mine) for peer in range(channel.size) if peer != channel.rank}
     exchange = Round(channel, call, "setup")

@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh [--no-build] [--no-tests] [--no-timings] [--quick] [--out FOLDER]
 #
 # --quick times two shapes instead of all. Logs go to FOLDER (build/gpu_check by default). The exit
-# status is that of the tests.
+# status is not zero if a test or a timing failed.
 set -u
 cd "$(dirname "$0")/.."
 build=1 tests=1 timings=1 quick=0 out=build/gpu_check

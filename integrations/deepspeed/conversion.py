@@ -91,10 +91,14 @@ class Conversion:
         dtypes = [_rows_dtype(layer) for _, layer in self.layers]
         for shape, dtype in zip(shapes, dtypes, strict=True):
             layout_for(shape, dtype, options, self._named)  # all complaints before any change
-        for (_, layer), shape, dtype in zip(self.layers, shapes, dtypes, strict=True):
-            self._attach(layer, shape)
-            if layer.ep_group is not None:
-                layer.moe_ep.expert_parallel(layer.ep_group, dtype)
+        try:
+            for (_, layer), shape, dtype in zip(self.layers, shapes, dtypes, strict=True):
+                self._attach(layer, shape)
+                if layer.ep_group is not None:
+                    layer.moe_ep.expert_parallel(layer.ep_group, dtype)
+        except Exception:
+            self.restore()  # not half a conversion
+            raise
         if not self.layers:
             logger.warning("moe_ep is enabled, but this model has no DeepSpeed MoE layer for it")
 

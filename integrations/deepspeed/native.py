@@ -107,8 +107,10 @@ class CoreMOELayer(MOELayer):
             yield
             return
         self.timers(timer).start()
-        yield
-        self.timers(timer).stop()
+        try:
+            yield
+        finally:
+            self.timers(timer).stop()
         setattr(self, attribute, self.timers(timer).elapsed(reset=False))
 
 

@@ -132,8 +132,9 @@ def experts_of_map(routing_map: Tensor, num_slots: int) -> Tensor:
         [T, num_slots] int64.
 
     Raises:
-        ValueError: a token has more experts (found without a device synchronisation on a CPU, and
-            wherever the map can hold more than top-k).
+        ValueError: a token has more experts. Looked for on a CPU only, where it needs no
+            synchronisation: Megatron's routers choose top-k, and padding to capacity gets a slot
+            per expert.
     """
     num_experts = routing_map.shape[1]
     descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)

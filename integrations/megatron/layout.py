@@ -27,7 +27,7 @@ def layout_for(
         LayoutError: the user's layout is for another model; every differing key is listed.
         ValueError: the config has an option that cannot be honoured.
     """
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, tp_size)
     dtype = _DTYPE_NAMES[config.params_dtype]
     model = {
         "model.hidden": getattr(config, "moe_latent_size", None) or config.hidden_size,
@@ -61,13 +61,11 @@ def layout_for(
         layout = layout.replace(**{"dispatch.row_alignment": align})
     if config.moe_pad_expert_input_to_capacity:
         # The routing map then holds each expert's `capacity` tokens, chosen or not.
-        layout = layout.replace(
-            **{"model.top_k": min(config.num_moe_experts, MAX_TOP_K // tp_size)}
-        )
+        layout = layout.replace(**{"model.top_k": config.num_moe_experts})
     return layout
 
 
-def _refuse_unsupported(config: TransformerConfig) -> None:
+def _refuse_unsupported(config: TransformerConfig, tp_size: int) -> None:
     def refuse(option: str, instead: str) -> None:
         raise ValueError(
             f"moe_token_dispatcher_type=deepep cannot honour {option}={getattr(config, option)!r}; "
@@ -78,6 +76,13 @@ def _refuse_unsupported(config: TransformerConfig) -> None:
         refuse("transformer_impl", "use another dispatcher type for inference")
     if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
         refuse("moe_expert_rank_capacity_factor", "set dispatch.capacity in the EP layout")
+    most = MAX_TOP_K // tp_size
+    if config.moe_pad_expert_input_to_capacity and config.num_moe_experts > most:
+        refuse(
+            "moe_pad_expert_input_to_capacity",
+            f"a token may then be in all {config.num_moe_experts} experts, at most {most} fit; "
+            "drop without padding",
+        )
     if config.params_dtype not in _DTYPE_NAMES:
         refuse("params_dtype", f"use one of {', '.join(map(str, _DTYPE_NAMES))}")
     if config.cuda_graph_impl != "none":

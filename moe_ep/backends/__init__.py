@@ -52,12 +52,28 @@ def create(
     Raises:
         BackendUnavailableError: a backend asked for by name cannot run on some rank.
     """
-    name: str = layout.backend
-    if name == "auto":
-        name = next(name for name, reason in unavailable.items() if reason is None)
+    if layout.backend != "auto":
+        return _build(layout.backend, layout, group, channel, unavailable)
+    skipped: list[str] = []
+    for name in _CANDIDATES:
+        try:
+            backend = _build(name, layout, group, channel, unavailable)
+        except BackendUnavailableError as error:  # raised on all ranks or on none
+            skipped.append(str(error))
+            continue
         if channel.rank == 0:
-            skipped = "; ".join(f"{n}: {reason}" for n, reason in unavailable.items() if reason)
-            logger.info("backend auto: using %r (%s)", name, skipped or "the fastest")
+            logger.info("backend auto: using %r (%s)", name, "; ".join(skipped) or "the fastest")
+        return backend
+    raise AssertionError("the reference backend always runs")
+
+
+def _build(
+    name: str,
+    layout: EPLayout,
+    group: dist.ProcessGroup,
+    channel: Channel,
+    unavailable: dict[str, str | None],
+) -> Backend:
     reason, build = unavailable[name], _CANDIDATES[name].build
     if reason is not None or build is None:
         raise BackendUnavailableError(

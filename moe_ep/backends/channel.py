@@ -218,8 +218,8 @@ class Round:
         if time.monotonic() >= self.deadline or "Timed out" in str(error):
             what = f"waited {call.timeout_s:g} s for {whom}"
             advice = (
-                f"{whom} did not reach this operation: see its log; raise timeouts.steady_s "
-                "if it was only slow"
+                f"{whom} did not reach this operation: see its log; raise the "
+                "time-outs of the layout if it was only slow"
             )
         else:
             what = f"lost its connection to {whom}"

@@ -125,7 +125,7 @@ class CudaBackend:
     # -- verbs ------------------------------------------------------------------------------------
 
     def prepare(self, topk_idx: Tensor | None, call: Call) -> CudaPlan:
-        self._check(call)
+        self.check(call)
         if topk_idx is None:
             width = self.layout.model.top_k * self.layout.parallel.expert_tensor
             topk_idx = torch.empty(0, width, dtype=torch.int64)
@@ -161,7 +161,7 @@ class CudaBackend:
         dequantize: bool = False,
     ) -> DispatchedRows:
         """With `dequantize`, rows quantised on the way come back in the dtype of `x` at once."""
-        self._check(call)
+        self.check(call)
         launch = self._launch(call)
         x = x.to(self.device).contiguous()
         hidden = x.shape[1]
@@ -192,8 +192,7 @@ class CudaBackend:
             tensors.row_probs = row_probs.data_ptr()
         self._remember(self._comm.dispatch(plan.view, tensors, launch), call)
         self._record(plan)
-        if call.error is not None:
-            raise call.error
+        self._raise_own_error(call)
         return DispatchedRows(rows=rows, scales=scales, probs=row_probs)
 
     def combine(
@@ -204,7 +203,7 @@ class CudaBackend:
         weights: Tensor | None = None,
         values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        self._check(call)
+        self.check(call)
         plan.resolve()
         launch = self._launch(call)
         rows = rows.to(self.device).contiguous()
@@ -224,8 +223,7 @@ class CudaBackend:
             tensors.slot_values = slot_values.data_ptr()
         self._remember(self._comm.combine(plan.view, tensors, launch), call)
         self._record(plan)
-        if call.error is not None:
-            raise call.error
+        self._raise_own_error(call)
         return out, slot_values
 
     def refuse(self, call: Call) -> NoReturn:
@@ -242,10 +240,6 @@ class CudaBackend:
             self.combine(plan, rows, call)
         self.dispatch(plan, rows, None, call)
         raise call.error
-
-    def check(self, call: Call) -> None:
-        """Raises what the device has reported so far; does not synchronise."""
-        self._check(call)
 
     def destroy(self) -> None:
         """Frees everything once no peer uses it; a peer that stays away costs two seconds."""
@@ -280,10 +274,14 @@ class CudaBackend:
             launch = self._launch(call)
             counts = self._comm.wait_counts(launch)
             if counts is None:
-                self._check(call)
+                self.check(call)
             if counts.status != _NEEDS_ROOM:
                 break
-            self._memory.grow(counts.max_tokens, call)
+            try:
+                self._memory.grow(counts.max_tokens, call)
+            except Exception as error:
+                self._pending, self._broken = None, f"its memory could not grow: {error}"
+                raise
             has_lists = self._start(plan, topk_idx, call)
         self._pending = None
         self._raise_status(counts, call)
@@ -317,17 +315,16 @@ class CudaBackend:
 
     def _record(self, plan: CudaPlan) -> None:
         """The plan's memory was allocated on the stream of its `prepare`."""
-        stream = self._last_stream
-        if stream is not None and stream != torch.cuda.default_stream(self.device):
-            plan.record_stream(stream)
+        if self._last_stream is not None and self._last_stream != plan.stream:
+            plan.record_stream(self._last_stream)
 
     def _remember(self, number: int, call: Call) -> None:
         self._calls.append((number, call))
 
     # -- errors -----------------------------------------------------------------------------------
 
-    def _check(self, call: Call) -> None:
-        """Raises what the device has reported since the last operation."""
+    def check(self, call: Call) -> None:
+        """Raises what the device has reported so far; does not synchronise."""
         if self._broken is not None:
             raise BrokenError(
                 f"rank {self.rank}: {call.phase}, operation {call.operation}: this object stopped "
@@ -340,12 +337,19 @@ class CudaBackend:
             raise self._peer_timeout(fault)
         bad_peer = self._comm.take_bad_peer()
         if bad_peer >= 0:
+            self._broken = f"rank {bad_peer} gave bad input while rows were on their way"
             raise PeerError(
                 f"rank {self.rank}: rank {bad_peer} gave bad input to an operation before "
-                f"{call.phase}, operation {call.operation}"
+                f"{call.phase}, operation {call.operation}; see its log"
             )
         self._broken = "a static capacity was exceeded or an index was bad"
         self._raise_status(self._comm.sticky(), call)
+
+    def _raise_own_error(self, call: Call) -> None:
+        """Peers learn of it from the device, at some later call: nobody can go on after that."""
+        if call.error is not None:
+            self._broken = f"bad input to {call.phase}, operation {call.operation}"
+            raise call.error
 
     def _peer_timeout(self, fault: Any) -> PeerTimeoutError:
         calls = [known for number, known in self._calls if number == fault.operation]
@@ -354,7 +358,7 @@ class CudaBackend:
         message = (
             f"rank {fault.rank} waited {seconds}for rank {fault.peer} in {fault.phase}, operation "
             f"{operation} (expected {fault.expected}, seen {fault.seen}; rank {fault.peer} did not "
-            "reach this operation: see its log; raise timeouts.steady_s if it was only slow)"
+            "reach this operation: see its log; raise the layout's time-outs if it was only slow)"
         )
         self._broken = message
         return PeerTimeoutError(message)

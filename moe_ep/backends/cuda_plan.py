@@ -41,6 +41,7 @@ class CudaPlan(Plan):
         self._set(source=source, view=view, lists=None, counts=None)
         self._set(blocks=None, valid=None)
         self._set(offsets=offsets, num_local_experts=num_local_experts)
+        self._set(stream=torch.cuda.current_stream(topk_idx.device))
 
     def _set(self, **values: Any) -> None:
         """The base class is frozen for everybody else."""
@@ -80,12 +81,6 @@ class CudaPlan(Plan):
         self._read_header()
         return self.valid
 
-    def tokens_per_expert_on_device(self) -> Tensor:
-        """[L] int32 on the device, padding included; never synchronises."""
-        first = self.offsets["expert_begin"]
-        begin = self.source[first : first + self.num_local_experts + 1]
-        return begin[1:] - begin[:-1]
-
     def _read_header(self) -> None:
         self.resolve()
         if self.blocks is not None:
@@ -114,3 +109,4 @@ class CudaPlan(Plan):
     valid: Tensor
     offsets: dict[str, int]
     num_local_experts: int
+    stream: torch.cuda.Stream  # on which its memory was allocated

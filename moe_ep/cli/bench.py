@@ -25,7 +25,12 @@ from moe_ep import env
 from moe_ep.dispatcher import ExpertParallel
 from moe_ep.layout import DTYPE_BYTES, EPLayout
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 _EPILOG = """examples:
   moe-ep bench --tokens 4096 --hidden 1024                 one rank: a permute and its inverse
@@ -71,7 +76,7 @@ def add_parser(commands: Any, name: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with _process_group() as group:
+    with _process_group(options.backend) as group:
         layout = _layout(options, dist.get_world_size(group))
         ep = ExpertParallel(layout, group)
         try:
@@ -163,6 +168,7 @@ def _measure(ep: ExpertParallel, options: argparse.Namespace) -> dict[str, Any]:
         "ranks": dist.get_world_size(group),
         "tokens": num_tokens,
         "device": _device_name(device),
+        "all_to_all_backend": dist.get_backend_config(group),
         "torch": torch.__version__,
         "threads_per_rank": torch.get_num_threads(),
         "iterations": options.iterations,
@@ -227,7 +233,7 @@ def _table(report: dict[str, Any]) -> str:
         f"{report['tokens']} tokens x {model['hidden']}, top-{model['top_k']} of "
         f"{model['num_experts']} experts, {dispatch['dtype']}",
         f"# {report['device']}, torch {report['torch']}, {report['threads_per_rank']} threads a "
-        f"rank, {report['iterations']} iterations",
+        f"rank, {report['iterations']} iterations, all_to_all over {report['all_to_all_backend']}",
         f"# {'':<20} {'median':>10} {'min':>10} {'max':>10} {'bytes a rank':>14} {'rate':>9}",
         f"# {'':<20} {'(us)':>10} {'(us)':>10} {'(us)':>10} {'(B)':>14} {'(GB/s)':>9}",
     ]
@@ -251,10 +257,17 @@ def _device_name(device: str) -> str:
 
 
 @contextmanager
-def _process_group() -> Iterator[dist.ProcessGroup]:
-    """The group of torchrun's processes, or of this process alone."""
+def _process_group(backend: str | None) -> Iterator[dist.ProcessGroup]:
+    """The group of torchrun's processes, or of this process alone.
+
+    NCCL moves GPU tensors where every rank has a GPU of its own, else gloo.
+    """
+    gpus = torch.cuda.device_count() if backend != "reference" else 0
+    if gpus:
+        torch.cuda.set_device(env.local_rank() % gpus)
     if env.under_torchrun():
-        dist.init_process_group("gloo")
+        own_gpus = gpus and env.local_size() <= gpus
+        dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpus else "gloo")
         yield dist.distributed_c10d._get_default_group()
     else:
         with tempfile.TemporaryDirectory() as folder:
