@@ -69,7 +69,7 @@ def add_parser(commands: Any, name: str) -> None:
     add("--top-k", type=int, help="experts per token, K (default: 2)")
     add("--experts", type=int, help="experts of all ranks, E (default: 8)")
     add("--dtype", choices=(*_DTYPES, "fp8_e4m3"), help="(default: bf16)")
-    add("--iterations", type=int, default=20, help="timed repetitions (default: %(default)s)")
+    add("--iterations", type=int, default=50, help="timed repetitions (default: %(default)s)")
     add("--warmup", type=int, default=3, help="repetitions before them (default: %(default)s)")
     add("--seed", type=int, default=0, help="of tokens and routing (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
