@@ -25,8 +25,7 @@ void bind_records(py::module_& m) {
       .def_readwrite("max_row_bytes", &CommunicatorConfig::max_row_bytes)
       .def_readwrite("max_scales", &CommunicatorConfig::max_scales)
       .def_readwrite("exact_combine", &CommunicatorConfig::exact_combine)
-      .def_readwrite("row_alignment", &CommunicatorConfig::row_alignment)
-      .def_readwrite("capacity", &CommunicatorConfig::capacity);
+      .def_readwrite("row_alignment", &CommunicatorConfig::row_alignment);
   py::class_<Launch>(m, "Launch")
       .def(py::init([](uintptr_t stream, double timeout_s, int num_sms, bool bad_input) {
              return Launch{stream, timeout_s, num_sms, bad_input};
@@ -56,6 +55,7 @@ void bind_records(py::module_& m) {
       .def_readonly("culprit", &Counts::culprit)
       .def_readonly("worst_rows", &Counts::worst_rows)
       .def_readonly("max_tokens", &Counts::max_tokens)
+      .def_readonly("capacity", &Counts::capacity)
       .def_readonly("num_rows", &Counts::num_rows)
       .def_readonly("num_rank_rows", &Counts::num_rank_rows)
       .def_readonly("num_items", &Counts::num_items)
@@ -117,6 +117,9 @@ void bind_plan(py::module_& m) {
 
 void bind_communicator(py::module_& m) {
   py::enum_<Signal>(m, "Signal").value("HELLO", Signal::kHello).value("GOODBYE", Signal::kGoodbye);
+  py::enum_<MemoryKind>(m, "MemoryKind")
+      .value("IPC", MemoryKind::kIpc)
+      .value("FD", MemoryKind::kFd);
   using Handles = std::vector<std::string>;
   py::class_<SymmetricMemory>(m, "SymmetricMemory")
       .def("handle", [](const SymmetricMemory& memory) { return py::bytes(memory.handle()); })
@@ -150,6 +153,7 @@ void bind_communicator(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "CUDA core of moe_ep: expert-parallel dispatch and combine on one host";
+  m.attr("ARCHITECTURES") = std::vector<std::string>{MOE_EP_ARCHITECTURES};  // "9.0"
   bind_records(m);
   bind_plan(m);
   bind_communicator(m);

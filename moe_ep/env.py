@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 LAYOUT = "MOE_EP_LAYOUT"
 BACKEND = "MOE_EP_BACKEND"
 TIMEOUT_S = "MOE_EP_TIMEOUT_S"
+MEMORY = "MOE_EP_MEMORY"
 
 
 def layout_path() -> str | None:
@@ -37,6 +39,18 @@ def timeout_s() -> float | None:
     return seconds
 
 
+def memory() -> str:
+    """How the ranks of one host share memory: auto, ipc (CUDA IPC) or fd (file descriptors).
+
+    Raises:
+        ValueError: the variable is none of them.
+    """
+    choice = os.environ.get(MEMORY) or "auto"
+    if choice not in ("auto", "ipc", "fd"):
+        raise ValueError(f"{MEMORY}={choice!r} is none of auto, ipc, fd")
+    return choice
+
+
 def under_torchrun() -> bool:
     """Whether torchrun (or a launcher like it) has set this process's rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -50,3 +64,13 @@ def local_rank() -> int:
 def local_size() -> int:
     """How many processes torchrun has started on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def named(names: Iterable[str]) -> dict[str, str]:
+    """The variables of `names` that are set, and every one whose name begins with MOE_EP_."""
+    chosen = set(names)
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in chosen or name.startswith("MOE_EP_")
+    }

@@ -6,6 +6,7 @@
 // order, to give every slot its place. Nothing depends on the order in which warps run.
 #include "device/block_scan.cuh"
 #include "device/grid.cuh"
+#include "kernels/fetch_lists.cuh"
 #include "kernels/notify.h"
 #include "kernels/notify_counts.cuh"
 
@@ -53,24 +54,32 @@ __device__ void compute_offsets(const NotifyArgs& args, const int32_t* matrix,
   const int width = count_columns(experts, ranks);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int e = threadIdx.x; e < experts; e += kNotifyThreads) {
+    constexpr int kLoads = 8;  // at once
     int32_t total = 0, before = 0;
-    for (int s = 0; s < ranks; ++s) {
-      const int32_t count = matrix[s * width + e];
-      if (s < comm.rank) before += count;
-      total += count;
+    for (int first = 0; first < ranks; first += kLoads) {
+      int32_t counts[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        counts[i] = first + i < ranks ? matrix[(first + i) * width + e] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (first + i < comm.rank) before += counts[i];
+        total += counts[i];
+      }
     }
     offsets.base[e] = before;
     offsets.scan[e] = static_cast<int32_t>(align_up(total, args.row_alignment));
   }
   const int32_t* mine = matrix + comm.rank * width;
   for (int d = warp; d < ranks; d += kNotifyWarps) {
+    const int rows_at = rank_rows_column(experts), items_at = items_column(experts, ranks);
     int32_t rows = 0, items = 0;
-    for (int i = lane; i < d; i += 32) rows += mine[experts + i];
-    for (int e = lane; e < d * local; e += 32) items += mine[e];
+    for (int i = lane; i < d; i += 32) rows += mine[rows_at + i], items += mine[items_at + i];
     rows = warp_sum(rows);
     items = warp_sum(items);
-    if (lane == 0) offsets.base[experts + d] = rows;
-    if (lane == 0) offsets.base[experts + ranks + d] = items;
+    if (lane == 0) offsets.base[rows_at + d] = rows;
+    if (lane == 0) offsets.base[items_at + d] = items;
   }
   __syncthreads();
   block_exclusive_scan<kNotifyThreads>(offsets.scan, experts);
@@ -101,16 +110,17 @@ __device__ void write_header(const NotifyArgs& args, const int32_t* matrix, cons
   }
   for (int s = warp; s < ranks; s += kNotifyWarps) {
     const int32_t* row = matrix + s * width;
-    int32_t items = 0, skipped_rows = 0, skipped_items = 0;
-    for (int e = lane; e < local; e += 32) items += row[first + e];
-    for (int d = lane; d < comm.rank; d += 32) skipped_rows += row[experts + d];
-    for (int e = lane; e < first; e += 32) skipped_items += row[e];
-    items = warp_sum(items);
+    const int rows_at = rank_rows_column(experts), items_at = items_column(experts, ranks);
+    int32_t skipped_rows = 0, skipped_items = 0;
+    for (int d = lane; d < comm.rank; d += 32) {
+      skipped_rows += row[rows_at + d];
+      skipped_items += row[items_at + d];
+    }
     skipped_rows = warp_sum(skipped_rows);
     skipped_items = warp_sum(skipped_items);
     if (lane != 0) continue;
-    row_counts[s] = valid ? row[experts + comm.rank] : 0;
-    item_counts[s] = valid ? items : 0;
+    row_counts[s] = valid ? row[rows_at + comm.rank] : 0;
+    item_counts[s] = valid ? row[items_at + comm.rank] : 0;
     header[at.source_rank_row + s] = skipped_rows;
     header[at.source_item + s] = skipped_items;
   }
@@ -144,6 +154,7 @@ __device__ void report(const NotifyArgs& args, const Verdict& verdict) {
       host->culprit = verdict.culprit;
       host->worst_rows = verdict.worst_rows;
       host->max_tokens = verdict.max_tokens;
+      host->capacity = args.capacity;
       __threadfence_system();
       host->sticky_status = static_cast<uint32_t>(verdict.status);
     }
@@ -153,9 +164,9 @@ __device__ void report(const NotifyArgs& args, const Verdict& verdict) {
     host->expert_rows[i] = header[at.expert_begin + i + 1] - header[at.expert_begin + i];
     host->expert_count[i] = header[at.expert_count + i];
   }
-  __threadfence_system();
-  __syncthreads();
+  __syncthreads();  // with the fence below, orders the writes of all threads before the last one
   if (threadIdx.x != 0) return;
+  host->capacity = args.capacity;
   host->status = verdict.status;
   host->culprit = verdict.culprit;
   host->worst_rows = verdict.worst_rows;
@@ -174,31 +185,39 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
   const PlanView& plan = args.plan;
   const int experts = comm.num_experts, ranks = comm.num_ranks;
   const int destinations = max_destinations(comm.max_slots, ranks);
-  int32_t* mine = counters + threadIdx.x / 32 * own_columns(experts, ranks);
+  int32_t* mine = counters + threadIdx.x / 32 * count_columns(experts, ranks);
   char* own = comm.peers[comm.rank];
   RankRow* rank_rows = reinterpret_cast<RankRow*>(own + comm.layout.rank_rows);
   Item* items = reinterpret_cast<Item*>(own + comm.layout.items);
   const uint32_t lane = threadIdx.x % 32, lower = (1u << lane) - 1;
-  const Range range = warp_range(plan.num_tokens);
-  const int64_t end = range.end * plan.num_slots;
-  for (int64_t i0 = range.begin * plan.num_slots; i0 < end; i0 += 32) {
-    const int64_t slot = i0 + lane;
-    SlotInfo info{};
-    info.expert = info.destination = -1;
-    if (slot < end) info = inspect_slot(args, slot);
-    const bool used = info.expert >= 0;
-    const uint32_t same_expert = __match_any_sync(kAllLanes, info.expert);
-    const uint32_t same_rank = __match_any_sync(kAllLanes, info.destination);
-    const uint32_t firsts = __ballot_sync(kAllLanes, used && info.first) & same_rank;
+  for (SlotWalk walk(args); walk.advance();) {
+    const int expert = walk.expert(), destination = walk.destination();
+    const bool used = expert >= 0;
+    const uint32_t same_expert = __match_any_sync(kAllLanes, expert);
+    const uint32_t same_rank = walk.same_rank();
+    const uint32_t all_firsts = __ballot_sync(kAllLanes, walk.is_first());
+    const uint32_t firsts = all_firsts & same_rank;
+    const uint32_t token_firsts = all_firsts & walk.token_lanes();
+    const uint32_t share = same_rank & walk.token_lanes();  // of this token for this destination
+    int position = 0;  // destinations of the token below this one
+    int order = 0;     // slots of the share with a lower (expert, k)
+    for (int i = 0; i < plan.num_slots; ++i) {
+      const int other = min(walk.first_lane() + i, 31);
+      const int its_expert = __shfl_sync(kAllLanes, expert, other);
+      const int its_destination = __shfl_sync(kAllLanes, destination, other);
+      position += (token_firsts >> other & 1) != 0 && its_destination < destination;
+      order += its_destination == destination &&
+               (its_expert < expert || (its_expert == expert && other < lane));
+    }
     int32_t *next_row = nullptr, *next_rank_row = nullptr, *next_item = nullptr;
     int32_t row = -1, rank_row = 0, item_begin = 0;
     if (used) {
-      next_row = mine + info.expert;
-      next_rank_row = mine + experts + info.destination;
-      next_item = mine + experts + ranks + info.destination;
+      next_row = mine + expert;
+      next_rank_row = mine + rank_rows_column(experts) + destination;
+      next_item = mine + items_column(experts, ranks) + destination;
       row = *next_row + __popc(same_expert & lower);
       rank_row = *next_rank_row + __popc(firsts & lower);
-      item_begin = *next_item + __popc(same_rank & lower) - info.same_before;
+      item_begin = *next_item + __popc(same_rank & ~share & lower);
     }
     __syncwarp();
     if (used && (same_expert >> lane) == 1) *next_row = row + 1;  // the highest lane of its group
@@ -207,17 +226,19 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
       *next_item += __popc(same_rank);
     }
     __syncwarp();
-    if (slot >= end) continue;
+    if (!walk.has_slot()) continue;
+    const int64_t slot = walk.slot();
+    const int32_t token = static_cast<int32_t>(walk.token());
     plan.row_of_slot[slot] = row;
-    const int32_t token = static_cast<int32_t>(slot / plan.num_slots);
-    if (slot % plan.num_slots == 0) plan.num_partials[token] = info.num_destinations;
+    if (static_cast<int>(lane) == walk.first_lane())
+      plan.num_partials[token] = __popc(token_firsts);
     if (!used) continue;
-    items[item_begin + info.order] = {row, static_cast<int32_t>(slot)};
-    plan.item_of_slot[slot] = item_begin + info.order;
-    if (!info.first) continue;
-    const int32_t segment = offsets.base[experts + ranks + info.destination];
-    rank_rows[rank_row] = {token, rank_row, item_begin - segment, info.same};
-    plan.partial_slots[token * destinations + info.position] = rank_row;
+    items[item_begin + order] = {row, static_cast<int32_t>(slot)};
+    plan.item_of_slot[slot] = item_begin + order;
+    if (!walk.is_first()) continue;
+    const int32_t segment = offsets.base[items_column(experts, ranks) + destination];
+    rank_rows[rank_row] = {token, rank_row, item_begin - segment, __popc(share)};
+    plan.partial_slots[token * destinations + position] = rank_row;
   }
 }
 
@@ -234,7 +255,7 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   const CommView& comm = args.comm;
   if (is_aborted(comm)) return;
   const uint64_t operation = comm.control->operation + 1;
-  const int columns = own_columns(comm.num_experts, comm.num_ranks);
+  const int columns = count_columns(comm.num_experts, comm.num_ranks);
   int32_t* counters = shared;  // [warps][columns]
   const Offsets offsets{counters + kNotifyWarps * columns, counters + (kNotifyWarps + 1) * columns};
   int32_t* block_counts = args.scratch;
@@ -255,9 +276,10 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   }
   if (valid) {
     const int32_t* before = block_counts + static_cast<int64_t>(blockIdx.x) * columns;
-    for (int i = threadIdx.x; i < kNotifyWarps * columns; i += kNotifyThreads) {
-      const int c = i % columns;
-      if (c < columns - 1) counters[i] += before[c] + offsets.base[c];
+    // The last two columns have no places.
+    for (int c = threadIdx.x; c < columns - 2; c += kNotifyThreads) {
+      const int32_t begin = before[c] + offsets.base[c];
+      for (int w = 0; w < kNotifyWarps; ++w) counters[w * columns + c] += begin;
     }
     __syncthreads();
     publish_lists(args, counters, offsets);
@@ -265,26 +287,25 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
     clear_slots(args.plan);
   }
 
-  if (!arrive_last(&comm.control->arrived_end)) return;
-  if (threadIdx.x < 32) signal_peers(comm, Signal::kListsReady, operation << 1, threadIdx.x);
+  if (arrive_last(&comm.control->arrived_end) && threadIdx.x < 32) {
+    signal_peers(comm, Signal::kListsReady, operation << 1, threadIdx.x);
+  }
   // Ending only when all ranks have published makes one notify a barrier: no rank can be so far
   // ahead that it overwrites counts or lists somebody still reads.
-  if (threadIdx.x < comm.num_ranks) {
-    wait_signal(comm, Signal::kListsReady, threadIdx.x, operation, Phase::kLists);
-  }
-  if (threadIdx.x == 0) comm.control->operation = operation;
+  if (!wait_all_peers(comm, Signal::kListsReady, operation, Phase::kLists)) return;
+  if (valid && args.plan.rank_rows != nullptr) fetch_lists(comm, args.plan);
+  if (blockIdx.x == 0 && threadIdx.x == 0) comm.control->operation = operation;
 }
 
 int64_t shared_bytes(int num_experts, int num_ranks) {
-  const int64_t columns = own_columns(num_experts, num_ranks);
+  const int64_t columns = count_columns(num_experts, num_ranks);
   return ((kNotifyWarps + 1) * columns + num_experts + 1) * static_cast<int64_t>(sizeof(int32_t));
 }
 
 }  // namespace
 
 int64_t notify_scratch_words(int num_experts, int num_ranks) {
-  return static_cast<int64_t>(kMaxNotifyBlocks) * own_columns(num_experts, num_ranks) +
-         static_cast<int64_t>(num_ranks) * count_columns(num_experts, num_ranks);
+  return static_cast<int64_t>(kMaxNotifyBlocks + num_ranks) * count_columns(num_experts, num_ranks);
 }
 
 cudaError_t prepare_notify(int num_experts, int num_ranks) {

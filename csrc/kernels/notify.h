@@ -29,8 +29,8 @@ cudaError_t prepare_notify(int num_experts, int num_ranks);
 
 cudaError_t launch_notify(const NotifyArgs& args, int num_blocks, cudaStream_t stream);
 
-// Copies what the sources published for this rank into the plan. Runs after notify on its stream,
-// when the plan has got its second half.
+// Copies what the sources published for this rank into a plan that got its second half only after
+// notify; runs after it on its stream. Where the plan has both halves, notify does it.
 struct FetchListsArgs {
   CommView comm;
   PlanView plan;

@@ -10,14 +10,9 @@ constexpr int kNotifyThreads = 512;
 constexpr int kNotifyWarps = kNotifyThreads / 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// Columns a rank counts for itself: E experts, R rank rows, R items per destination, bad indices.
-__host__ __device__ constexpr int own_columns(int num_experts, int num_ranks) {
-  return num_experts + 2 * num_ranks + 1;
-}
-
 // What a block knows once all counts have arrived. All arrays in shared memory.
 struct Offsets {
-  int32_t* base;  // [own columns] where this rank's share of each column begins
+  int32_t* base;  // [columns] where this rank's share of each column begins
   int32_t* scan;  // [E+1] rows before each expert, over all ranks, padding included
 };
 
@@ -25,77 +20,96 @@ struct Range {
   int64_t begin, end;  // tokens
 };
 
+// Block 0 sees to the header and the host. The tokens are for the others, where there are any.
 __device__ inline Range warp_range(int64_t num_tokens) {
-  const int64_t num_warps = static_cast<int64_t>(gridDim.x) * kNotifyWarps;
+  const int first_block = gridDim.x > 1 ? 1 : 0;
+  if (blockIdx.x < first_block) return {0, 0};
+  const int64_t num_warps = static_cast<int64_t>(gridDim.x - first_block) * kNotifyWarps;
   const int64_t per_warp = ceil_div(num_tokens, num_warps);
-  const int64_t begin =
-      min64((blockIdx.x * kNotifyWarps + threadIdx.x / 32) * per_warp, num_tokens);
+  const int64_t warp = (blockIdx.x - first_block) * kNotifyWarps + threadIdx.x / 32;
+  const int64_t begin = min64(warp * per_warp, num_tokens);
   return {begin, min64(begin + per_warp, num_tokens)};
 }
 
-// The expert of a slot, -1 where it is unused, -2 where the index is bad.
-__device__ __forceinline__ int load_expert(const NotifyArgs& args, int64_t slot) {
-  const int64_t expert = args.topk_is_64_bit ? static_cast<const int64_t*>(args.topk_idx)[slot]
-                                             : static_cast<const int32_t*>(args.topk_idx)[slot];
-  return expert < -1 || expert >= args.comm.num_experts ? -2 : static_cast<int>(expert);
-}
+// A warp's walk over its tokens, as many whole tokens at a time as fit: a lane per slot, and the
+// slots of the next step already on their way. All lanes walk together.
+class SlotWalk {
+ public:
+  __device__ __forceinline__ explicit SlotWalk(const NotifyArgs& args) : args_(args) {
+    const int lane = threadIdx.x % 32, num_slots = args.plan.num_slots;
+    const Range range = warp_range(args.plan.num_tokens);
+    tokens_per_step_ = 32 / num_slots;
+    const int token = lane / num_slots;
+    first_lane_ = token * num_slots;
+    has_slot_ = token < tokens_per_step_;
+    token_ = range.begin + token - tokens_per_step_;  // before the first step
+    end_ = range.end;
+    next_begin_ = range.begin;
+    slot_ = token_ * num_slots + lane - first_lane_;
+    next_ = load_expert(slot_ + tokens_per_step_ * num_slots, token_ + tokens_per_step_);
+  }
 
-// One slot among the slots of its token.
-struct SlotInfo {
-  int expert, destination;  // negative: no row
-  bool first;               // the first of its token for this destination
-  int position;             // destinations of the token below this one
-  int num_destinations;     // of the token
-  int same, same_before;    // slots of the token for this destination: all, with lower k
-  int order;                // of them, those with a lower (expert, k)
+  __device__ __forceinline__ bool advance() {
+    if (next_begin_ >= end_) return false;
+    const int step = tokens_per_step_ * args_.plan.num_slots;
+    next_begin_ += tokens_per_step_;
+    token_ += tokens_per_step_;
+    slot_ += step;
+    expert_ = next_;
+    next_ = load_expert(slot_ + step, token_ + tokens_per_step_);
+    destination_ = expert_ < 0 ? -1 : expert_ / (args_.comm.num_experts / args_.comm.num_ranks);
+    same_rank_ = __match_any_sync(kAllLanes, destination_);
+    const uint32_t lower = (1u << (threadIdx.x % 32)) - 1;
+    is_first_ = expert_ >= 0 && (same_rank_ & token_lanes() & lower) == 0;
+    return true;
+  }
+
+  // The lane's slot: its token, its place in topk_idx, whether there is one in this step.
+  __device__ __forceinline__ int64_t token() const { return token_; }
+  __device__ __forceinline__ int64_t slot() const { return slot_; }
+  __device__ __forceinline__ bool has_slot() const { return has_slot_ && token_ < end_; }
+  // -1: the slot is unused, or there is none; -2: the index is bad.
+  __device__ __forceinline__ int expert() const { return expert_; }
+  __device__ __forceinline__ int destination() const { return destination_; }
+  // Whether it is the first of its token for this destination.
+  __device__ __forceinline__ bool is_first() const { return is_first_; }
+  __device__ __forceinline__ int first_lane() const { return first_lane_; }
+  // Lanes with the slots of the same token; lanes with slots for the same destination.
+  __device__ __forceinline__ uint32_t token_lanes() const {
+    return kAllLanes >> (32 - args_.plan.num_slots) << first_lane_;
+  }
+  __device__ __forceinline__ uint32_t same_rank() const { return same_rank_; }
+
+ private:
+  __device__ __forceinline__ int load_expert(int64_t slot, int64_t token) const {
+    if (!has_slot_ || token >= end_) return -1;
+    const int64_t expert = args_.topk_is_64_bit ? static_cast<const int64_t*>(args_.topk_idx)[slot]
+                                                : static_cast<const int32_t*>(args_.topk_idx)[slot];
+    return expert < -1 || expert >= args_.comm.num_experts ? -2 : static_cast<int>(expert);
+  }
+
+  const NotifyArgs& args_;
+  int64_t token_, end_, next_begin_, slot_;
+  int tokens_per_step_, first_lane_, next_, expert_ = -1, destination_ = -1;
+  bool has_slot_, is_first_ = false;
+  uint32_t same_rank_ = 0;
 };
-
-__device__ __forceinline__ SlotInfo inspect_slot(const NotifyArgs& args, int64_t slot) {
-  const int num_slots = args.plan.num_slots;
-  const int local = args.comm.num_experts / args.comm.num_ranks;
-  const int64_t token_slot = slot / num_slots * num_slots;
-  const int k = static_cast<int>(slot - token_slot);
-  SlotInfo info{};
-  info.expert = load_expert(args, slot);
-  info.destination = info.expert < 0 ? -1 : info.expert / local;
-  uint64_t all = 0, before = 0;
-  for (int i = 0; i < num_slots; ++i) {
-    const int expert = load_expert(args, token_slot + i);
-    if (expert < 0) continue;
-    const int destination = expert / local;
-    all |= 1ull << destination;
-    if (i < k) before |= 1ull << destination;
-    if (destination != info.destination) continue;
-    ++info.same;
-    info.same_before += i < k;
-    info.order += expert < info.expert || (expert == info.expert && i < k);
-  }
-  info.num_destinations = __popcll(all);
-  if (info.destination >= 0) {
-    info.first = (before >> info.destination & 1) == 0;
-    info.position = __popcll(all & ((1ull << info.destination) - 1));
-  }
-  return info;
-}
 
 // Fills counters[warp][column] with this block's counts, scanned over its warps, and writes the
 // block's totals to block_counts.
 __device__ inline void count_slots(const NotifyArgs& args, int32_t* counters,
                                    int32_t* block_counts) {
   const int experts = args.comm.num_experts, ranks = args.comm.num_ranks;
-  const int columns = own_columns(experts, ranks);
+  const int columns = count_columns(experts, ranks);
   for (int i = threadIdx.x; i < kNotifyWarps * columns; i += kNotifyThreads) counters[i] = 0;
   __syncthreads();
   int32_t* mine = counters + threadIdx.x / 32 * columns;
-  const Range range = warp_range(args.plan.num_tokens);
-  const int64_t end = range.end * args.plan.num_slots;
-  for (int64_t i = range.begin * args.plan.num_slots + threadIdx.x % 32; i < end; i += 32) {
-    const SlotInfo info = inspect_slot(args, i);
-    if (info.expert == -2) atomicAdd(&mine[columns - 1], 1);
-    if (info.expert < 0) continue;
-    atomicAdd(&mine[info.expert], 1);
-    atomicAdd(&mine[experts + ranks + info.destination], 1);
-    if (info.first) atomicAdd(&mine[experts + info.destination], 1);
+  for (SlotWalk walk(args); walk.advance();) {
+    if (walk.expert() == -2) atomicAdd(&mine[bad_index_column(experts, ranks)], 1);
+    if (walk.expert() < 0) continue;
+    atomicAdd(&mine[walk.expert()], 1);
+    atomicAdd(&mine[items_column(experts, ranks) + walk.destination()], 1);
+    if (walk.is_first()) atomicAdd(&mine[rank_rows_column(experts) + walk.destination()], 1);
   }
   __syncthreads();
   for (int c = threadIdx.x; c < columns; c += kNotifyThreads) {
@@ -125,14 +139,9 @@ __device__ inline void send_counts(const NotifyArgs& args, uint64_t operation,
                                    int32_t* block_counts) {
   const CommView& comm = args.comm;
   const int experts = comm.num_experts, ranks = comm.num_ranks;
-  const int columns = own_columns(experts, ranks);
+  const int columns = count_columns(experts, ranks);
   const int step = gridDim.x * kNotifyThreads;
-  for (int c = blockIdx.x * kNotifyThreads + threadIdx.x; c <= columns; c += step) {
-    if (c == columns) {
-      publish_count(comm, operation, num_tokens_column(experts, ranks),
-                    static_cast<uint32_t>(args.plan.num_tokens));
-      continue;
-    }
+  for (int c = blockIdx.x * kNotifyThreads + threadIdx.x; c < columns; c += step) {
     constexpr int kLoads = 8;  // at once
     int32_t running = 0;
     for (int first = 0; first < gridDim.x; first += kLoads) {
@@ -148,10 +157,9 @@ __device__ inline void send_counts(const NotifyArgs& args, uint64_t operation,
         running += values[i];
       }
     }
-    if (c < experts + ranks) publish_count(comm, operation, c, running);
-    if (c == columns - 1) {
-      publish_count(comm, operation, bad_index_column(experts, ranks), running + comm.bad_input);
-    }
+    if (c == bad_index_column(experts, ranks)) running += comm.bad_input;
+    if (c == num_tokens_column(experts, ranks)) running = static_cast<int>(args.plan.num_tokens);
+    publish_count(comm, operation, c, running);
   }
 }
 

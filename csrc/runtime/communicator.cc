@@ -107,7 +107,7 @@ Communicator::~Communicator() {
   cudaGetLastError();
 }
 
-SymmetricMemory& Communicator::allocate(int64_t max_tokens) {
+SymmetricMemory& Communicator::allocate(int64_t max_tokens, MemoryKind kind) {
   SymmetricShape shape{};
   shape.num_ranks = config_.num_ranks;
   shape.num_experts = config_.num_experts;
@@ -117,7 +117,7 @@ SymmetricMemory& Communicator::allocate(int64_t max_tokens) {
   shape.exact_combine = config_.exact_combine;
   shape.max_tokens = max_tokens;
   memory_.reset();
-  memory_ = std::make_unique<SymmetricMemory>(config_.device, config_.rank, shape);
+  memory_ = std::make_unique<SymmetricMemory>(config_.device, config_.rank, shape, kind);
   // Nobody reads the new memory yet: its slots are free, whatever the old ones' last operation was.
   Control fresh{};
   check_cuda(cudaMemcpy(&fresh, control_, sizeof(fresh), cudaMemcpyDeviceToHost), "cudaMemcpy");
@@ -157,7 +157,7 @@ CommView Communicator::view(const Launch& launch) const {
 }
 
 uint64_t Communicator::notify(const PlanView& plan, uintptr_t topk_idx, bool is_64_bit, bool report,
-                              const Launch& launch) {
+                              int64_t capacity, const Launch& launch) {
   check_limit("slots of a token", plan.num_slots, 1, config_.num_slots);
   NotifyArgs args{};
   args.comm = view(launch);
@@ -165,7 +165,7 @@ uint64_t Communicator::notify(const PlanView& plan, uintptr_t topk_idx, bool is_
   args.topk_idx = pointer<const void>(topk_idx);
   args.topk_is_64_bit = is_64_bit;
   args.row_alignment = config_.row_alignment;
-  args.capacity = config_.capacity;
+  args.capacity = capacity;
   args.report_to_host = report;
   args.scratch = scratch_;
   if (report) host_->counts_ready = 0;
@@ -255,6 +255,7 @@ Counts Communicator::read_counts() const {
   counts.culprit = host_->culprit;
   counts.worst_rows = host_->worst_rows;
   counts.max_tokens = host_->max_tokens;
+  counts.capacity = host_->capacity;
   counts.num_rows = host_->num_rows;
   counts.num_rank_rows = host_->num_rank_rows;
   counts.num_items = host_->num_items;
@@ -308,6 +309,7 @@ Counts Communicator::sticky() const {
   counts.culprit = host_->culprit;
   counts.worst_rows = host_->worst_rows;
   counts.max_tokens = host_->max_tokens;
+  counts.capacity = host_->capacity;
   return counts;
 }
 

@@ -24,7 +24,6 @@ struct CommunicatorConfig {
   int max_scales = 0;      // FP8 scales of a row, 0 if rows never travel as FP8
   bool exact_combine = false;
   int row_alignment = 1;
-  int64_t capacity = 0;  // static rows of a result; 0: sizes follow the routing
 };
 
 // How to launch one operation.
@@ -53,6 +52,7 @@ struct CombineTensors {
 struct Counts {
   int status = 0;  // NotifyStatus
   int culprit = 0, worst_rows = 0, max_tokens = 0;
+  int64_t capacity = 0;
   int num_rows = 0, num_rank_rows = 0, num_items = 0;
   std::vector<int64_t> expert_rows, expert_count;  // [L]
 };
@@ -72,7 +72,7 @@ class Communicator {
 
   // Symmetric memory for `max_tokens` tokens per rank; the old one must have been closed and
   // released on all ranks.
-  SymmetricMemory& allocate(int64_t max_tokens);
+  SymmetricMemory& allocate(int64_t max_tokens, MemoryKind kind);
   void release_memory();
   SymmetricMemory& memory();
 
@@ -80,8 +80,9 @@ class Communicator {
   int64_t header_words() const;
 
   // Each returns the operation's number, as a fault record would name it. All are asynchronous.
+  // capacity: rows a result may have; 0: as many as come.
   uint64_t notify(const PlanView& plan, uintptr_t topk_idx, bool is_64_bit, bool report,
-                  const Launch& launch);
+                  int64_t capacity, const Launch& launch);
   void fetch_lists(const PlanView& plan, const Launch& launch);
   // First half of a dispatch: needs neither the plan's lists nor its counts. Does nothing on any
   // rank where the notify before it failed.

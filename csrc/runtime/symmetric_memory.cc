@@ -2,7 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include <cstring>
+#include <stdexcept>
 
 #include "runtime/error.h"
 
@@ -17,40 +17,37 @@ std::string describe(cudaError_t error) {
 
 }  // namespace
 
-SymmetricMemory::SymmetricMemory(int device, int rank, const SymmetricShape& shape)
+SymmetricMemory::SymmetricMemory(int device, int rank, const SymmetricShape& shape, MemoryKind kind)
     : device_(device),
       rank_(rank),
       shape_(shape),
+      kind_(kind),
       layout_(symmetric_layout(shape)),
-      peers_(shape.num_ranks, nullptr) {
+      blocks_(shape.num_ranks) {
   check_cuda(cudaSetDevice(device_), "cudaSetDevice");
-  void* memory = nullptr;
-  const cudaError_t error = cudaMalloc(&memory, layout_.total);
-  if (error != cudaSuccess) {
+  try {
+    blocks_[rank_] = kind_ == MemoryKind::kFd ? allocate_fd_block(device_, layout_.total)
+                                              : allocate_ipc_block(layout_.total);
+  } catch (const std::runtime_error& error) {
     throw std::runtime_error("symmetric memory of " + std::to_string(layout_.total) +
                              " bytes for " + std::to_string(shape.max_tokens) +
-                             " tokens per rank cannot be allocated: " + describe(error));
+                             " tokens per rank cannot be allocated: " + error.what());
   }
-  base_ = static_cast<char*>(memory);
-  peers_[rank_] = base_;
   // Signals and counts must start at zero; the rest is written before it is read.
-  check_cuda(cudaMemset(base_, 0, layout_.rank_rows), "cudaMemset");
+  check_cuda(cudaMemset(peer(rank_), 0, layout_.rank_rows), "cudaMemset");
   check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 SymmetricMemory::~SymmetricMemory() {
   close();
-  // Errors of a context that is already gone are nobody's business here.
-  if (base_ != nullptr && cudaSetDevice(device_) == cudaSuccess) cudaFree(base_);
+  blocks_.clear();
   cudaGetLastError();
 }
 
 std::string SymmetricMemory::handle() const {
   if (shape_.num_ranks == 1) return "";
-  cudaIpcMemHandle_t handle;
   check_cuda(cudaSetDevice(device_), "cudaSetDevice");
-  check_cuda(cudaIpcGetMemHandle(&handle, base_), "cudaIpcGetMemHandle");
-  return std::string(reinterpret_cast<const char*>(&handle), sizeof(handle));
+  return blocks_[rank_]->handle();
 }
 
 std::vector<std::string> SymmetricMemory::open(const std::vector<std::string>& handles) {
@@ -58,22 +55,19 @@ std::vector<std::string> SymmetricMemory::open(const std::vector<std::string>& h
   check_cuda(cudaSetDevice(device_), "cudaSetDevice");
   for (int i = 1; i < shape_.num_ranks; ++i) {
     const int peer = (rank_ + i) % shape_.num_ranks;
-    cudaIpcMemHandle_t handle;
-    if (handles.at(peer).size() != sizeof(handle)) {
-      problems[peer] = "sent a handle of " + std::to_string(handles[peer].size()) + " bytes";
-      continue;
+    try {
+      blocks_[peer] = kind_ == MemoryKind::kFd
+                          ? map_fd_block(device_, layout_.total, handles.at(peer))
+                          : map_ipc_block(handles.at(peer));
+    } catch (const std::runtime_error& error) {
+      problems[peer] = error.what();
     }
-    std::memcpy(&handle, handles[peer].data(), sizeof(handle));
-    void* memory = nullptr;
-    problems[peer] =
-        describe(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess));
-    if (problems[peer].empty()) peers_[peer] = static_cast<char*>(memory);
   }
   return problems;
 }
 
 char* SymmetricMemory::signal_word(Signal kind, int owner, int writer) const {
-  return peers_[owner] + signal_offset(layout_, kind, writer);
+  return peer(owner) + signal_offset(layout_, kind, writer);
 }
 
 std::vector<std::string> SymmetricMemory::mark(Signal kind) {
@@ -81,7 +75,7 @@ std::vector<std::string> SymmetricMemory::mark(Signal kind) {
   check_cuda(cudaSetDevice(device_), "cudaSetDevice");
   const uint64_t mark = static_cast<uint64_t>(rank_) + 1;
   for (int peer = 0; peer < shape_.num_ranks; ++peer) {
-    if (peers_[peer] == nullptr) continue;
+    if (blocks_[peer] == nullptr) continue;
     problems[peer] = describe(
         cudaMemcpy(signal_word(kind, peer, rank_), &mark, sizeof(mark), cudaMemcpyDefault));
   }
@@ -104,13 +98,11 @@ std::vector<std::string> SymmetricMemory::missing_marks(Signal kind) const {
 }
 
 void SymmetricMemory::close() {
-  if (cudaSetDevice(device_) != cudaSuccess) cudaGetLastError();
+  cudaSetDevice(device_);
   for (int peer = 0; peer < shape_.num_ranks; ++peer) {
-    if (peer == rank_ || peers_[peer] == nullptr) continue;
-    cudaIpcCloseMemHandle(peers_[peer]);
-    peers_[peer] = nullptr;
+    if (peer != rank_) blocks_[peer].reset();
   }
-  cudaGetLastError();
+  cudaGetLastError();  // a context that is already gone has nothing mapped
 }
 
 }  // namespace moe_ep

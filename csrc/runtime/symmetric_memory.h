@@ -2,23 +2,25 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "runtime/memory_block.h"
 #include "shared/symmetric_layout.h"
 
 namespace moe_ep {
 
-// Memory of this rank that its peers map through CUDA IPC. It is allocated with cudaMalloc, never
-// through a caching allocator, so that it can be shared whatever that allocator's settings are.
+// Memory of this rank that its peers map. It never comes from a caching allocator, so that it can
+// be shared whatever that allocator's settings are.
 class SymmetricMemory {
  public:
-  SymmetricMemory(int device, int rank, const SymmetricShape& shape);
+  SymmetricMemory(int device, int rank, const SymmetricShape& shape, MemoryKind kind);
   ~SymmetricMemory();
   SymmetricMemory(const SymmetricMemory&) = delete;
   SymmetricMemory& operator=(const SymmetricMemory&) = delete;
 
-  // What the peers need to map this rank's memory; empty where there are none.
+  // What the peers need to map this rank's memory (see MemoryBlock); empty where there are none.
   std::string handle() const;
   // Maps the peers' memory. Returns one text per rank: empty, or why it cannot be mapped.
   std::vector<std::string> open(const std::vector<std::string>& handles);
@@ -31,7 +33,7 @@ class SymmetricMemory {
 
   const SymmetricShape& shape() const { return shape_; }
   const SymmetricLayout& layout() const { return layout_; }
-  char* peer(int rank) const { return peers_[rank]; }
+  char* peer(int rank) const { return blocks_[rank] == nullptr ? nullptr : blocks_[rank]->data(); }
 
  private:
   char* signal_word(Signal kind, int owner, int writer) const;
@@ -39,9 +41,9 @@ class SymmetricMemory {
   int device_;
   int rank_;
   SymmetricShape shape_;
+  MemoryKind kind_;
   SymmetricLayout layout_;
-  char* base_ = nullptr;
-  std::vector<char*> peers_;
+  std::vector<std::unique_ptr<MemoryBlock>> blocks_;  // by rank; of a peer once it is mapped
 };
 
 }  // namespace moe_ep

@@ -57,6 +57,7 @@ struct HostState {
   int32_t culprit;
   int32_t worst_rows;
   int32_t max_tokens;
+  int64_t capacity;  // that worst_rows is compared with
   int32_t num_rows, num_rank_rows, num_items;
   int32_t expert_rows[kMaxExperts];   // [L] padding included
   int32_t expert_count[kMaxExperts];  // [L]

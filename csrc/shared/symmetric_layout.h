@@ -47,15 +47,20 @@ MOE_EP_HOST_DEVICE int32_t max_destinations(int32_t num_slots, int32_t num_ranks
   return num_slots < num_ranks ? num_slots : num_ranks;
 }
 
-// Columns of the count matrix: E expert counts, R rank-row counts, then the two below.
-MOE_EP_HOST_DEVICE int32_t count_columns(int32_t num_experts, int32_t num_ranks) {
-  return num_experts + num_ranks + 2;
-}
-MOE_EP_HOST_DEVICE int32_t bad_index_column(int32_t num_experts, int32_t num_ranks) {
+// Columns of the count matrix, a row of which a rank counts for itself: E expert counts, for each
+// destination rank its rank rows and its items, bad indices, tokens.
+MOE_EP_HOST_DEVICE int32_t rank_rows_column(int32_t num_experts) { return num_experts; }
+MOE_EP_HOST_DEVICE int32_t items_column(int32_t num_experts, int32_t num_ranks) {
   return num_experts + num_ranks;
 }
+MOE_EP_HOST_DEVICE int32_t bad_index_column(int32_t num_experts, int32_t num_ranks) {
+  return num_experts + 2 * num_ranks;
+}
 MOE_EP_HOST_DEVICE int32_t num_tokens_column(int32_t num_experts, int32_t num_ranks) {
-  return num_experts + num_ranks + 1;
+  return num_experts + 2 * num_ranks + 1;
+}
+MOE_EP_HOST_DEVICE int32_t count_columns(int32_t num_experts, int32_t num_ranks) {
+  return num_experts + 2 * num_ranks + 2;
 }
 
 MOE_EP_HOST_DEVICE int64_t signal_offset(const SymmetricLayout& layout, Signal signal, int peer) {

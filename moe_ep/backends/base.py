@@ -68,15 +68,18 @@ class Backend(Protocol):
     name: str
     checks_indices: bool
     """Whether `prepare` itself reports expert ids out of range (the device finds them)."""
+    num_sms: int
+    """Blocks of every later kernel at most; means nothing without kernels of its own."""
 
     @property
     def device(self) -> torch.device | None:
         """Where tensors must be; None: anywhere."""
 
-    def prepare(self, topk_idx: Tensor | None, call: Call) -> Plan:
+    def prepare(self, topk_idx: Tensor | None, call: Call, capacity: int | None = None) -> Plan:
         """Exchanges row counts. topk_idx: [T, K] integer ids over all R*L expert slots, -1 unused.
 
-        None only together with `call.error`.
+        topk_idx is None only together with `call.error`. With `capacity` (the layout's, where it is
+        None) the result has that many rows whatever the routing, and more raise CapacityError.
         """
 
     def dispatch(
@@ -111,6 +114,9 @@ class Backend(Protocol):
         Returns:
             out [T, H], and values [T, K] (zero in unused slots; None without `values`).
         """
+
+    def check(self, call: Call) -> None:
+        """Raises what a device has reported so far; does not wait for it."""
 
     def refuse(self, call: Call) -> NoReturn:
         """Tells the peers of `call.error`, where there is nothing to exchange, and raises it."""

@@ -1,8 +1,8 @@
 """The CUDA backend: one host, peer memory, no collective library.
 
-Every rank maps the symmetric memory of its peers (CUDA IPC) and kernels of `moe_ep/_C` move the
-rows; what they do is told in csrc/kernels. This file checks tensors, allocates results, and turns
-what the device reports into errors.
+Every rank maps the symmetric memory of its peers (file descriptors or CUDA IPC) and kernels of
+`moe_ep/_C` move the rows; what they do is told in csrc/kernels. This file checks tensors, allocates
+results, and turns what the device reports into errors.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def unavailable_reason(layout: EPLayout) -> str | None:
         return f"moe_ep/_C is not there ({error}); install with nvcc on the PATH to build it"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device; check the driver and CUDA_VISIBLE_DEVICES"
+    lacking = _lacking_architecture()
+    if lacking is not None:
+        return lacking
     dtype, hidden = layout.dispatch.dtype, layout.model.hidden
     if dtype not in _WIDEST_BYTES:
         return f"dispatch.dtype {dtype} is not supported; use {', '.join(_WIDEST_BYTES)}"
@@ -67,6 +70,19 @@ def unavailable_reason(layout: EPLayout) -> str | None:
     if layout.dispatch.capacity is not None and layout.tokens_per_rank is None:
         return "dispatch.capacity makes shapes static and needs tokens_per_rank to be set too"
     return None
+
+
+def _lacking_architecture() -> str | None:
+    """Kernels run on GPUs of their architecture and, compiled anew by the driver, on later ones."""
+    architectures = _load_core().ARCHITECTURES
+    major, minor = torch.cuda.get_device_capability()
+    if any(tuple(map(int, name.split("."))) <= (major, minor) for name in architectures):
+        return None
+    return (
+        f"{torch.cuda.get_device_name()} has architecture {major}.{minor}, moe_ep/_C "
+        f"has kernels for {', '.join(architectures)}; install with "
+        f"MOE_EP_CUDA_ARCHS={major}.{minor}"
+    )
 
 
 class CudaBackend:
@@ -94,10 +110,8 @@ class CudaBackend:
         self.rank, self.size = channel.rank, channel.size
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.num_local_experts = layout.num_local_experts
-        self.num_sms = min(
-            layout.dispatch.num_sms,
-            torch.cuda.get_device_properties(self.device).multi_processor_count,
-        )
+        self._max_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.num_sms = layout.dispatch.num_sms
         config = self._core.CommunicatorConfig()
         config.device = self.device.index
         config.rank, config.num_ranks = self.rank, self.size
@@ -108,7 +122,6 @@ class CudaBackend:
         config.max_scales = layout.model.hidden // FP8_BLOCK if fp8 else 0
         config.exact_combine = layout.dispatch.exact_combine
         config.row_alignment = layout.dispatch.row_alignment
-        config.capacity = layout.dispatch.capacity or 0
         torch.cuda.current_stream(self.device)  # torch's context first
         self._comm: Any = self._core.Communicator(config)
         self._destinations = self._core.max_destinations(config.num_slots, self.size)
@@ -124,7 +137,7 @@ class CudaBackend:
 
     # -- verbs ------------------------------------------------------------------------------------
 
-    def prepare(self, topk_idx: Tensor | None, call: Call) -> CudaPlan:
+    def prepare(self, topk_idx: Tensor | None, call: Call, capacity: int | None = None) -> CudaPlan:
         self.check(call)
         if topk_idx is None:
             width = self.layout.model.top_k * self.layout.parallel.expert_tensor
@@ -133,13 +146,11 @@ class CudaBackend:
         if self._pending is not None:
             self._pending.resolve()  # there is one place for counts
         plan = self._new_plan(topk_idx, call)
-        capacity = self.layout.dispatch.capacity
+        capacity = capacity or self.layout.dispatch.capacity
         if capacity is not None:
-            launch = self._launch(call)
-            self._notify(plan, topk_idx, False, launch, call)
             plan.add_lists(self._core, capacity, capacity)
             plan.set_rows(capacity)
-            self._comm.fetch_lists(plan.view, launch)
+            self._notify(plan, topk_idx, self._launch(call), call, capacity)
             if call.error is not None:
                 raise call.error
             return plan
@@ -259,14 +270,11 @@ class CudaBackend:
 
     def _start(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> bool:
         """Launches the exchange of counts; and of lists, if it need not wait for the counts."""
-        launch = self._launch(call)
-        self._notify(plan, topk_idx, True, launch, call)
         limits = self._list_limits(plan.num_slots)
-        if limits is None:
-            return False
-        plan.add_lists(self._core, *limits)
-        self._comm.fetch_lists(plan.view, launch)
-        return True
+        if limits is not None:
+            plan.add_lists(self._core, *limits)
+        self._notify(plan, topk_idx, self._launch(call), call)
+        return limits is not None
 
     def _complete(self, plan: CudaPlan, topk_idx: Tensor, has_lists: bool, call: Call) -> None:
         """Waits for the counts of `_start` and finishes the plan."""
@@ -291,10 +299,13 @@ class CudaBackend:
         plan.set_rows(counts.num_rows, counts)
 
     def _notify(
-        self, plan: CudaPlan, topk_idx: Tensor, report: bool, launch: Any, call: Call
+        self, plan: CudaPlan, topk_idx: Tensor, launch: Any, call: Call, capacity: int = 0
     ) -> None:
-        is_64_bit = topk_idx.dtype == torch.int64
-        number = self._comm.notify(plan.view, topk_idx.data_ptr(), is_64_bit, report, launch)
+        """The host waits for the counts, unless a capacity makes it unnecessary."""
+        is_64_bit, report = topk_idx.dtype == torch.int64, capacity == 0
+        number = self._comm.notify(
+            plan.view, topk_idx.data_ptr(), is_64_bit, report, capacity, launch
+        )
         self._remember(number, call)
 
     def _list_limits(self, num_slots: int) -> tuple[int, int] | None:
@@ -311,7 +322,8 @@ class CudaBackend:
             stream.wait_stream(last)  # operations run in the order in which they were called
         self._last_stream = stream
         bad_input = call.error is not None
-        return self._core.Launch(stream.cuda_stream, call.timeout_s, self.num_sms, bad_input)
+        num_sms = min(self.num_sms, self._max_sms)
+        return self._core.Launch(stream.cuda_stream, call.timeout_s, num_sms, bad_input)
 
     def _record(self, plan: CudaPlan) -> None:
         """The plan's memory was allocated on the stream of its `prepare`."""
@@ -377,6 +389,5 @@ class CudaBackend:
         if counts.status == _OVERFLOW:
             raise CapacityError(
                 f"{where}: rank {counts.culprit} would receive {counts.worst_rows} rows, "
-                f"dispatch.capacity is {self.layout.dispatch.capacity}; raise it, or drop tokens "
-                "in the router"
+                f"dispatch.capacity is {counts.capacity}; raise it, or drop tokens in the router"
             )

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moe_ep import env
 from moe_ep.backends.base import Call
 from moe_ep.backends.channel import Channel, Round
+from moe_ep.backends.fd_exchange import FdExchange, FdExchangeError
 from moe_ep.errors import BackendUnavailableError
+
+logger = logging.getLogger("moe_ep")
 
 _FRAME_BYTES = 4096
 _GOODBYE_S = 2.0
-_REPORTED_PEERS = 4
+_PROBLEM_LETTERS = 300
+_FD_BYTES = 4
 
 
 class SharedMemory:
     """The symmetric memory of a communicator (`_C.Communicator`) and its mappings.
+
+    Memory is shared through file descriptors or, where some pair of ranks can't, through CUDA IPC
+    handles, which several ranks on one GPU read more slowly; MOE_EP_MEMORY chooses one of them.
 
     Args:
         core: the module `moe_ep._C`. communicator: made by it.
@@ -33,6 +47,7 @@ class SharedMemory:
         self._core, self._communicator = core, communicator
         self._channel, self._device = channel, device
         self._rank, self._size = channel.rank, channel.size
+        self.kind: str | None = None  # "ipc" or "fd", once memory is set up
         self.max_tokens = 0  # of any rank, that there is room for
 
     def connect(self, max_tokens: int, call: Call) -> None:
@@ -40,28 +55,26 @@ class SharedMemory:
 
         Raises:
             BackendUnavailableError: on all ranks, if any pair can't share; names the pair.
+            ValueError: MOE_EP_MEMORY is none of its values (the peers get a PeerError), or
+                differs between ranks.
         """
-        handle, problem = "", ""
-        try:
-            handle = self._communicator.allocate(max_tokens).handle().hex()
-        except RuntimeError as error:
-            problem = str(error)
-        mine = {"host": _host_id(), "handle": handle, "problem": problem[:1000]}
-        answers = self._exchange(mine, call)
-        for rank, answer in enumerate(answers):
-            if answer["problem"]:
-                raise BackendUnavailableError(f"rank {rank}: {answer['problem']}")
-            if answer["host"] != answers[0]["host"]:
-                raise BackendUnavailableError(
-                    f"ranks 0 and {rank} are on different hosts; backend cuda works within one"
-                )
-        memory = self._communicator.memory()
-        handles = [bytes.fromhex(answer["handle"]) for answer in answers]
-        hello = self._core.Signal.HELLO
-        self._agree("map the memory of", memory.open(handles), call)
-        self._agree("write to", memory.mark(hello), call)
-        self._agree("be written to by", memory.missing_marks(hello), call)
-        self.max_tokens = max_tokens
+        first = self.kind is None
+        reasons: list[str] = []
+        for kind in self._candidates(call):
+            reason = self._set_up(kind, max_tokens, call)
+            if not reason:
+                self.kind, self.max_tokens = kind, max_tokens
+                break
+            reasons.append(f"{kind}: {reason}")
+        else:
+            raise BackendUnavailableError(
+                f"symmetric memory cannot be shared. {'. '.join(reasons)}. CUDA IPC (ipc) needs "
+                "ranks in one PID and IPC namespace, file descriptors (fd) in one network "
+                "namespace, and both need peer access between the GPUs"
+            )
+        if first and self._rank == 0 and kind != next(iter(_OFFERS)):
+            why = "; ".join(reasons) or f"{env.MEMORY}={kind}"
+            logger.info("symmetric memory: CUDA IPC, not file descriptors (%s)", why)
 
     def grow(self, needed_tokens: int, call: Call) -> None:
         """Replaces the memory by a larger one; all ranks come here in the same operation."""
@@ -95,15 +108,97 @@ class SharedMemory:
             time.sleep(1e-3)
         return True
 
-    def _agree(self, what: str, problems: list[str], call: Call) -> None:
-        """A barrier; raises on all ranks if any rank has a problem with any peer."""
-        found = [(str(peer), text[:200]) for peer, text in enumerate(problems) if text]
-        for rank, answer in enumerate(self._exchange(dict(found[:_REPORTED_PEERS]), call)):
-            for peer, text in answer.items():
+    # -- set-up: every decision is the same on all ranks ------------------------------------------
+
+    def _candidates(self, call: Call) -> list[str]:
+        """Kinds of memory to try, in this order; checks what both of them need."""
+        if self.kind is not None:
+            return [self.kind]
+        choice = ""
+        try:
+            choice = env.memory()
+        except ValueError as error:
+            call = replace(call, error=error)
+        mine = {"host": _host_id(), "gpu": _gpu_id(self._device.index), "choice": choice}
+        answers = self._exchange(mine, call)
+        for rank, answer in enumerate(answers):
+            if answer["host"] != answers[0]["host"]:
                 raise BackendUnavailableError(
-                    f"rank {rank} cannot {what} rank {peer}: {text}; peer access between their "
-                    "GPUs and a shared IPC namespace are needed"
+                    f"ranks 0 and {rank} are on different hosts; backend cuda works within one"
                 )
+            if answer["choice"] != answers[0]["choice"]:
+                raise ValueError(
+                    f"{env.MEMORY} is {answers[0]['choice']} on rank 0 and {answer['choice']} on "
+                    f"rank {rank}; give all ranks the same"
+                )
+        gpus = [answer["gpu"] for answer in answers]
+        if len(set(gpus)) > 1:
+            reason = self._agree(
+                "access the GPU of",
+                lambda: [_missing_access(self._device.index, gpu) for gpu in gpus],
+                call,
+            )
+            if reason:
+                raise BackendUnavailableError(
+                    f"{reason}; put the ranks on GPUs with peer access (nvidia-smi topo -p2p rw)"
+                )
+        return list(_OFFERS) if choice == "auto" else [choice]
+
+    def _set_up(self, kind: str, max_tokens: int, call: Call) -> str:
+        """Empty where all pairs share memory of this kind; else why not, and none is left."""
+        memory: Any = None
+        offer: IpcOffer | FdOffer
+        hello = self._core.Signal.HELLO
+        with ExitStack() as resources:
+            mine = {"offer": "", "problem": ""}
+            try:
+                memory = self._communicator.allocate(max_tokens, self._kinds()[kind])
+                offer = _OFFERS[kind](memory, self._rank, self._size)
+                resources.callback(offer.close)
+                mine["offer"] = offer.text
+            except Exception as error:  # peers wait for the verdict, whatever went wrong
+                mine["problem"] = str(error)[:_PROBLEM_LETTERS]
+            answers = self._exchange(mine, call)
+            failed = [rank for rank, answer in enumerate(answers) if answer["problem"]]
+            reason = f"rank {failed[0]}: {answers[failed[0]]['problem']}" if failed else ""
+            offers = [answer["offer"] for answer in answers]
+            # Peers come to the verdict in time although one of them was waited for in vain.
+            steps: dict[str, Callable[[], list[str]]] = {
+                "map the memory of": lambda: offer.open(memory, offers, call.timeout_s / 2),
+                "write to": lambda: memory.mark(hello),
+                "be written to by": lambda: memory.missing_marks(hello),
+            }
+            for what, step in steps.items():
+                reason = reason or self._agree(what, step, call)
+        if reason:
+            if memory is not None:
+                memory.close()
+            self._exchange({}, call)  # nobody has any of it mapped any more
+            self._communicator.release_memory()
+        return reason
+
+    def _kinds(self) -> dict[str, Any]:
+        kinds = self._core.MemoryKind
+        return {"ipc": kinds.IPC, "fd": kinds.FD}
+
+    def _agree(self, what: str, step: Callable[[], list[str]], call: Call) -> str:
+        """Takes a step and is a barrier.
+
+        Args:
+            step: returns one text per rank, empty where that pair has no problem.
+
+        Returns:
+            The first problem of any rank with any peer, or nothing; the same on all ranks.
+        """
+        try:
+            problems = [f"rank {peer}: {text}" for peer, text in enumerate(step()) if text]
+        except Exception as error:  # peers wait for the verdict, whatever went wrong
+            problems = [f"any peer: {error}"]
+        mine = {"problem": problems[0][:_PROBLEM_LETTERS] if problems else ""}
+        for rank, answer in enumerate(self._exchange(mine, call)):
+            if answer["problem"]:
+                return f"rank {rank} cannot {what} {answer['problem']}"
+        return ""
 
     def _exchange(self, value: dict[str, str], call: Call) -> list[dict[str, str]]:
         """Every rank's value, by rank."""
@@ -122,5 +217,82 @@ class SharedMemory:
         return [json.loads(bytes(frames[rank].cpu().tolist())) for rank in range(self._size)]
 
 
+class IpcOffer:
+    """What peers need to map this rank's memory through CUDA IPC: the handle itself.
+
+    Args:
+        memory: `_C.SymmetricMemory`.
+    """
+
+    def __init__(self, memory: Any, rank: int, size: int) -> None:
+        self.text = memory.handle().hex()
+
+    def open(self, memory: Any, offers: list[str], timeout_s: float) -> list[str]:
+        """Maps the peers' memory; one text per rank: empty, or why it cannot be mapped."""
+        return memory.open([bytes.fromhex(offer) for offer in offers])
+
+    def close(self) -> None:
+        """The memory stays mapped."""
+
+
+class FdOffer:
+    """The same through file descriptors: an address to send them to, and this rank's own one."""
+
+    def __init__(self, memory: Any, rank: int, size: int) -> None:
+        self._fd = -1
+        self._sockets = FdExchange(rank, size)
+        try:
+            handle = memory.handle()  # none, if there are no peers
+        except BaseException:
+            self._sockets.close()
+            raise
+        if handle:
+            self._fd = int.from_bytes(handle, sys.byteorder)
+        self.text = self._sockets.address
+
+    def open(self, memory: Any, offers: list[str], timeout_s: float) -> list[str]:
+        try:
+            fds = self._sockets.exchange(self._fd, offers, timeout_s)
+        except FdExchangeError as error:
+            return error.problems
+        try:
+            return memory.open(
+                [
+                    fds.get(rank, -1).to_bytes(_FD_BYTES, sys.byteorder, signed=True)
+                    for rank in range(len(offers))
+                ]
+            )
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+
+    def close(self) -> None:
+        self._sockets.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+# In the order in which they are tried. Rows that several ranks on one GPU read through IPC handles
+# arrive at about half the rate (docs/performance.md).
+_OFFERS: dict[str, type[IpcOffer] | type[FdOffer]] = {"fd": FdOffer, "ipc": IpcOffer}
+
+
 def _host_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _gpu_id(index: int) -> str:
+    """The same in every process, whatever CUDA_VISIBLE_DEVICES is there."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _missing_access(index: int, gpu: str) -> str:
+    """Why device `index` cannot reach the GPU `gpu`; empty where it can, or where that GPU is not
+    visible to this process, so that only the attempt will tell."""
+    for other in range(torch.cuda.device_count()):
+        if other == index or _gpu_id(other) != gpu:
+            continue
+        if not torch.cuda.can_device_access_peer(index, other):
+            return f"GPU {_gpu_id(index)} has no peer access to GPU {gpu}"
+    return ""

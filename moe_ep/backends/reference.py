@@ -65,9 +65,13 @@ class ReferenceBackend:
         self.rank, self.size = channel.rank, channel.size
         self.num_local_experts = layout.num_local_experts
         self.num_slots_total = self.size * self.num_local_experts
+        self.num_sms = layout.dispatch.num_sms
         self._scratch: dict[str, Tensor] = {}
 
-    def prepare(self, topk_idx: Tensor | None, call: Call) -> ReferencePlan:
+    def prepare(
+        self, topk_idx: Tensor | None, call: Call, capacity: int | None = None
+    ) -> ReferencePlan:
+        capacity = capacity or self.layout.dispatch.capacity
         counts = torch.zeros(self.num_slots_total, dtype=torch.int64)
         if topk_idx is not None:
             flat = topk_idx.reshape(-1).long()
@@ -84,8 +88,9 @@ class ReferenceBackend:
         exchange.finish()
         assert topk_idx is not None and order is not None
         matrix = matrix.cpu()
-        self._check_capacity(matrix, call)
-        return self._plan(topk_idx, order, matrix, call.operation)
+        if capacity is not None:
+            self._check_capacity(matrix, capacity, call)
+        return self._plan(topk_idx, order, matrix, capacity, call.operation)
 
     def dispatch(
         self,
@@ -128,6 +133,9 @@ class ReferenceBackend:
         if values is None:
             return out, None
         return out, returned[-1][plan.row_of_slot]
+
+    def check(self, call: Call) -> None:
+        """Nothing happens behind a call's back."""
 
     def refuse(self, call: Call) -> NoReturn:
         assert call.error is not None
@@ -228,10 +236,7 @@ class ReferenceBackend:
 
     # -- checks and indices -----------------------------------------------------------------------
 
-    def _check_capacity(self, matrix: Tensor, call: Call) -> None:
-        capacity = self.layout.dispatch.capacity
-        if capacity is None:
-            return
+    def _check_capacity(self, matrix: Tensor, capacity: int, call: Call) -> None:
         per_expert = _align(matrix.sum(0), self.layout.dispatch.row_alignment)
         rows = per_expert.view(self.size, self.num_local_experts).sum(1)
         worst = int(rows.argmax())
@@ -243,7 +248,12 @@ class ReferenceBackend:
             )
 
     def _plan(
-        self, topk_idx: Tensor, order: Tensor, matrix: Tensor, operation: int
+        self,
+        topk_idx: Tensor,
+        order: Tensor,
+        matrix: Tensor,
+        capacity: int | None,
+        operation: int,
     ) -> ReferencePlan:
         """order: [T*K] slots sorted by expert. matrix: [R, R*L] rows of each rank per expert."""
         num_tokens, num_slots = topk_idx.shape
@@ -258,7 +268,7 @@ class ReferenceBackend:
         blocks = _align(valid.sum(0), self.layout.dispatch.row_alignment)
         starts = (blocks.cumsum(0) - blocks).tolist()
         used = int(blocks.sum())
-        num_rows = self.layout.dispatch.capacity or used
+        num_rows = capacity or used
         ends = [start + n for start, n in zip(starts, valid.sum(0).tolist(), strict=True)]
         bounds = [*starts[1:], num_rows]
         before = (valid.cumsum(0) - valid).tolist()
