@@ -6,6 +6,7 @@ d = ep.dispatch(x, topk_idx, topk_weights)
 out = ep.combine(experts(d.tokens, d.probs, d.tokens_per_expert), d.handle)
 """
 
+from moe_ep.buffer import Buffer, Config
 from moe_ep.dispatcher import ExpertParallel
 from moe_ep.errors import (
     BackendUnavailableError,
@@ -18,6 +19,7 @@ from moe_ep.errors import (
     PeerError,
     PeerTimeoutError,
 )
+from moe_ep.events import EventHandle, EventOverlap
 from moe_ep.handle import DispatchHandle, DispatchResult
 from moe_ep.layout import EPLayout
 from moe_ep.pool import ExpertParallelPool
@@ -27,10 +29,14 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailableError",
     "BrokenError",
+    "Buffer",
     "CapacityError",
+    "Config",
     "DispatchHandle",
     "DispatchResult",
     "EPLayout",
+    "EventHandle",
+    "EventOverlap",
     "ExpertParallel",
     "ExpertParallelPool",
     "LayoutError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from moe_ep.checks import (
     check_weights,
 )
 from moe_ep.errors import BrokenError, OrderError
+from moe_ep.events import CommStream, EventOverlap
 from moe_ep.handle import DispatchHandle, DispatchResult
 from moe_ep.handshake import handshake
 from moe_ep.layout import EPLayout
@@ -64,6 +66,7 @@ class ExpertParallel:
             self.layout, group, self._timeouts.first_s, backends.reasons(self.layout)
         )
         self.backend = backends.create(self.layout, group, self.channel, unavailable)
+        self._comm_stream = CommStream(self.backend.device)
 
     # -- verbs ------------------------------------------------------------------------------------
 
@@ -75,6 +78,8 @@ class ExpertParallel:
         *,
         handle: DispatchHandle | None = None,
         dequantize: bool = True,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
     ) -> DispatchResult:
         """Sends every token row to the ranks of its experts. Differentiable in x and topk_weights.
 
@@ -87,6 +92,9 @@ class ExpertParallel:
             handle: instead of topk_idx, the routing of an earlier dispatch: nothing but rows is
                 exchanged.
             dequantize: False returns an FP8 layout's rows as they travelled (no gradient).
+            previous_event: the rows are read after it, instead of after all work queued so far.
+            async_finish: the exchange runs on a stream of its own; wait for `event` of the result
+                before you use its tensors.
 
         Returns:
             A DispatchResult.
@@ -98,47 +106,54 @@ class ExpertParallel:
             CapacityError: more rows than `dispatch.capacity`, on any rank.
             PeerTimeoutError: a rank did not come in time. The object is broken from then on.
         """
-        call = self._call("dispatch.rows")
-        if handle is None:
-            call.phase = "dispatch.metadata"
-            call.error = self._check_routing(x, topk_idx, topk_weights, dequantize)
-            slots = None if call.error is not None else self._expert_slots(topk_idx)
-            plan = self.backend.prepare(slots, call)
-            call = Call(call.operation, "dispatch.rows", call.timeout_s)
-            handle = DispatchHandle(plan, x.dtype, x.device, self)
-            self._handles.add(handle)
-        else:
-            call.error = self._check_handle(handle)
-            if call.error is not None:
-                self.backend.refuse(call)
-            call.error = self._check_again(x, topk_idx, topk_weights, handle, dequantize)
-        plan = handle.plan
-        wide = torch.float64 if self.layout.dispatch.dtype == "fp64" else torch.float32
-        probs = topk_weights
-        if call.error is not None:
-            # Peers expect this rank's rows: they get zeros, and the error beside them.
-            x = self._zeros(handle, plan.num_tokens)
-            if probs is not None:
-                probs = x.new_zeros(plan.num_tokens, plan.num_slots, dtype=wide)
-        elif probs is not None:
-            copies = self.layout.parallel.expert_tensor
-            probs = probs.to(wide).unsqueeze(2).expand(-1, -1, copies).flatten(1)
-        options = self.layout.dispatch
-        fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
-        exchange = Exchange(self.backend, plan, self._call, fp8_scale, dequantize)
-        tokens, scales, row_probs = Dispatch.apply(x, probs, exchange, call)
+        (handle, (tokens, scales, row_probs)), event = self._comm_stream.run(
+            lambda: self._dispatch(x, topk_idx, topk_weights, handle, dequantize),
+            (x, topk_idx, topk_weights),
+            previous_event=previous_event,
+            async_finish=async_finish,
+        )
         handle.in_flight += 1
-        return DispatchResult(tokens, row_probs, handle, scales)
+        return DispatchResult(tokens, row_probs, handle, scales, event)
+
+    @overload
+    def combine(
+        self,
+        rows: Tensor,
+        handle: DispatchHandle,
+        weights: Tensor | None = ...,
+        *,
+        previous_event: EventOverlap | None = ...,
+        async_finish: Literal[False] = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def combine(
+        self,
+        rows: Tensor,
+        handle: DispatchHandle,
+        weights: Tensor | None = ...,
+        *,
+        previous_event: EventOverlap | None = ...,
+        async_finish: Literal[True],
+    ) -> tuple[Tensor, EventOverlap]: ...
 
     def combine(
-        self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None = None
-    ) -> Tensor:
+        self,
+        rows: Tensor,
+        handle: DispatchHandle,
+        weights: Tensor | None = None,
+        *,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+    ) -> Tensor | tuple[Tensor, EventOverlap]:
         """Returns expert rows to their tokens and adds them up. Differentiable in rows and weights.
 
         Args:
             rows: [N, H], in the order of the dispatch; what padding rows hold is ignored.
             handle: of that dispatch.
             weights: [N] multiply the rows first (`probs`, where the experts did not apply them).
+            previous_event, async_finish: as for `dispatch`; with async_finish the event to wait for
+                is returned beside the result.
 
         Returns:
             [T, H] in the dtype of `rows`: the sum over a token's used slots, accumulated in fp32;
@@ -151,25 +166,14 @@ class ExpertParallel:
             PeerError, PeerTimeoutError: as for `dispatch`. On backend cuda peers get the PeerError
                 at a later call, and the object is broken on all ranks.
         """
-        call = self._call("combine.rows")
-        call.error = self._check_handle(handle)
-        if call.error is not None:
-            self.backend.refuse(call)
-        plan = handle.plan
-        call.error = (
-            check_rows(self.layout, rows, handle)
-            or check_device(self.backend.device, rows)
-            or check_weights(weights, (plan.num_rows,))
+        out, event = self._comm_stream.run(
+            lambda: self._combine(rows, handle, weights),
+            (rows, weights),
+            previous_event=previous_event,
+            async_finish=async_finish,
         )
-        wide = torch.float64 if self.layout.dispatch.dtype == "fp64" else torch.float32
-        if call.error is not None:
-            rows = self._zeros(handle, plan.num_rows)
-            weights = None if weights is None else rows.new_zeros(plan.num_rows, dtype=wide)
-        elif weights is not None:
-            weights = weights.to(wide)
-        out: Tensor = Combine.apply(rows, weights, Exchange(self.backend, plan, self._call), call)
         handle.in_flight = max(handle.in_flight - 1, 0)
-        return out
+        return (out, event) if async_finish else out
 
     def destroy(self) -> None:
         """Frees everything. Idempotent; does not wait for peers; not needed before exit."""
@@ -206,6 +210,66 @@ class ExpertParallel:
         return self._destroyed
 
     # -- internals --------------------------------------------------------------------------------
+
+    def _dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        handle: DispatchHandle | None,
+        dequantize: bool,
+    ) -> tuple[DispatchHandle, tuple[Tensor, Tensor | None, Tensor | None]]:
+        """The handle, and tokens, scales and probs."""
+        call = self._call("dispatch.rows")
+        if handle is None:
+            call.phase = "dispatch.metadata"
+            call.error = self._check_routing(x, topk_idx, topk_weights, dequantize)
+            slots = None if call.error is not None else self._expert_slots(topk_idx)
+            plan = self.backend.prepare(slots, call)
+            call = Call(call.operation, "dispatch.rows", call.timeout_s)
+            handle = DispatchHandle(plan, x.dtype, x.device, self)
+            self._handles.add(handle)
+        else:
+            call.error = self._check_handle(handle)
+            if call.error is not None:
+                self.backend.refuse(call)
+            call.error = self._check_again(x, topk_idx, topk_weights, handle, dequantize)
+        plan = handle.plan
+        wide = torch.float64 if self.layout.dispatch.dtype == "fp64" else torch.float32
+        probs = topk_weights
+        if call.error is not None:
+            # Peers expect this rank's rows: they get zeros, and the error beside them.
+            x = self._zeros(handle, plan.num_tokens)
+            if probs is not None:
+                probs = x.new_zeros(plan.num_tokens, plan.num_slots, dtype=wide)
+        elif probs is not None:
+            copies = self.layout.parallel.expert_tensor
+            probs = probs.to(wide).unsqueeze(2).expand(-1, -1, copies).flatten(1)
+        options = self.layout.dispatch
+        fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
+        exchange = Exchange(self.backend, plan, self._call, fp8_scale, dequantize)
+        return handle, Dispatch.apply(x, probs, exchange, call)
+
+    def _combine(self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None) -> Tensor:
+        call = self._call("combine.rows")
+        call.error = self._check_handle(handle)
+        if call.error is not None:
+            self.backend.refuse(call)
+        plan = handle.plan
+        call.error = (
+            check_rows(self.layout, rows, handle)
+            or check_device(self.backend.device, rows)
+            or check_weights(weights, (plan.num_rows,))
+        )
+        wide = torch.float64 if self.layout.dispatch.dtype == "fp64" else torch.float32
+        if call.error is not None:
+            rows = self._zeros(handle, plan.num_rows)
+            weights = None if weights is None else rows.new_zeros(plan.num_rows, dtype=wide)
+        elif weights is not None:
+            weights = weights.to(wide)
+        exchange = Exchange(self.backend, plan, self._call)
+        out: Tensor = Combine.apply(rows, weights, exchange, call)
+        return out
 
     def _call(self, phase: str) -> Call:
         if self._destroyed:

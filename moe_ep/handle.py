@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.backends.base import Plan
+from moe_ep.events import EventOverlap
 
 
 @dataclass(eq=False)
@@ -61,12 +62,14 @@ class DispatchResult:
             None if none were given.
         handle: pass it to `combine`.
         scales: [N, H/128] fp32 beside float8 tokens, else None.
+        event: to wait for before the tensors are used, after `async_finish`; else empty.
     """
 
     tokens: Tensor
     probs: Tensor | None
     handle: DispatchHandle
     scales: Tensor | None = None
+    event: EventOverlap = field(default_factory=EventOverlap)
 
     @property
     def tokens_per_expert(self) -> Tensor:

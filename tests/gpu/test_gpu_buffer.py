@@ -1,0 +1,49 @@
+"""Buffer on GPU tensors: the cases of the CPU tests, streams, CUDA graphs, and bad input."""
+
+from __future__ import annotations
+
+import buffer_scenarios
+import pytest
+from buffer_cases import Case, common_cases
+
+from moe_ep.testing import run_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_equals_plain_computation(num_ranks: int) -> None:
+    run_ranks(buffer_scenarios.check_cases, num_ranks, common_cases(), limit_s=240)
+
+
+def test_large_rows() -> None:
+    cases = [
+        Case(tokens=(257, 100), hidden=7168, local=32, top_k=8, dtype=dtype, use_async=use_async)
+        for dtype in ("bf16", "fp8")
+        for use_async in (False, True)
+    ]
+    run_ranks(buffer_scenarios.check_cases, 2, cases, limit_s=240)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_overlaps_with_the_callers_stream(num_ranks: int) -> None:
+    run_ranks(buffer_scenarios.check_overlap, num_ranks, limit_s=120)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_memory_of_streams(num_ranks: int) -> None:
+    run_ranks(buffer_scenarios.check_memory_of_streams, num_ranks, limit_s=120)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("use_async", [False, True])
+def test_case_23_graph(num_ranks: int, dtype: str, use_async: bool) -> None:
+    run_ranks(buffer_scenarios.check_graph, num_ranks, dtype, use_async, limit_s=120)
+
+
+def test_bad_input_raises_on_all_ranks() -> None:
+    wrong = ["ValueError", "TypeError", "ValueError"] * 2
+    assert run_ranks(buffer_scenarios.check_bad_input, 3, limit_s=120) == [
+        ["PeerError"] * 6,
+        ["PeerError"] * 6,
+        wrong,
+    ]
