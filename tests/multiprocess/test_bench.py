@@ -14,12 +14,14 @@ import pytest
 LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
 
-def bench(file: Path, *flags: str, ranks: int = 2) -> tuple[dict[str, Any], str]:
+def bench(
+    file: Path, *flags: str, ranks: int = 2, fails: bool = False, **environment: str
+) -> tuple[dict[str, Any], str]:
     start = LAUNCHER if ranks == 2 else ["-m"]
     command = [sys.executable, *start, "moe_ep", "bench", "--json", str(file), *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == (1 if fails else 0), done.stderr[-2000:]
     return json.loads(file.read_text()), done.stdout
 
 
@@ -34,9 +36,53 @@ def test_report(tmp_path: Path, ranks: int) -> None:
         assert timings[name]["payload_bytes"] == 64 * 4 * 32 * 4
         assert 0 < timings[name]["min_us"] <= timings[name]["median_us"] <= timings[name]["max_us"]
         assert name in table
+    assert timings["forward + backward"]["payload_bytes"] == 4 * timings["combine"]["payload_bytes"]
+    assert timings["notify"]["median_us"] > 0 and timings["whole way"]["median_us"] > 0
+    assert timings["dispatch"]["floor_us"] is None, "a CPU has no floor"
+    assert report["complete"] and not report["errors"] and len(report["runs"]) == 1
     ours = timings["dispatch"]["median_us"] + timings["combine"]["median_us"]
     bare = timings["all_to_all there"]["median_us"] + timings["all_to_all back"]["median_us"]
     assert report["ratio_to_all_to_all"] == pytest.approx(ours / bare)
+
+
+def test_sweep(tmp_path: Path) -> None:
+    """Every token count with every dtype, in one file and one picture."""
+    picture = tmp_path / "r.png"
+    flags = ("--tokens", "8,16", "--dtype", "bf16,fp8_e4m3", "--hidden", "128", "--top-k", "1")
+    flags += ("--backend", "reference", "--iterations", "1", "--plot", str(picture))
+    report, table = bench(tmp_path / "r.json", *flags, ranks=1)
+    runs = [(run["tokens"], run["layout"]["dispatch"]["dtype"]) for run in report["runs"]]
+    assert runs == [(8, "bf16"), (8, "fp8_e4m3"), (16, "bf16"), (16, "fp8_e4m3")]
+    names = [{timing["name"] for timing in run["timings"]} for run in report["runs"]]
+    assert names[1] - names[0] == {"dispatch, cached, fp8 rows"} and names[0] <= names[1]
+    assert report["tokens"] == 8 and table.count("# moe-ep bench:") == 4
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_experts_shared_by_two_ranks(tmp_path: Path) -> None:
+    """With expert tensor parallelism a token goes to every rank of its expert, here both."""
+    layout = tmp_path / "layout.yaml"
+    layout.write_text(
+        "model: {hidden: 32, num_experts: 4, top_k: 3}\n"
+        "parallel: {expert: 1, expert_tensor: 2}\n"
+        "tokens_per_rank: 10\ndispatch: {dtype: fp32}\nbackend: reference\n"
+    )
+    report, _ = bench(tmp_path / "r.json", "--layout", str(layout), "--iterations", "1")
+    timings = {timing["name"]: timing for timing in report["timings"]}
+    for name in ("dispatch", "combine", "all_to_all there"):
+        assert timings[name]["payload_bytes"] == 2 * 3 * 10 * 32 * 4
+        assert timings[name]["link_bytes"] == 3 * 10 * 32 * 4
+
+
+def test_a_peer_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "deep_ep.py").write_text("raise ImportError('no such library')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    flags = ("--tokens", "8", "--hidden", "16", "--iterations", "1", "--backend", "reference")
+    flags += ("--peer", "deep_ep")
+    report, table = bench(tmp_path / "r.json", *flags, fails=True, PYTHONPATH=path)
+    assert list(report["errors"]) == ["peer deep_ep"]
+    assert "rank 0: ImportError: cannot import deep_ep (no such library)" in table
+    assert report["whole_way_us"] > 0 and report["ratio_to_all_to_all"] > 0
 
 
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
