@@ -1,0 +1,67 @@
+"""The environment variables the doctor reads (and records). Beside them, every MOE_EP_*."""
+
+from __future__ import annotations
+
+from moe_ep import env
+
+BUILD_VARIABLES = ("MOE_EP_BUILD_CUDA", "MOE_EP_CUDA_ARCHS")
+
+OURS = frozenset(
+    value for value in vars(env).values() if isinstance(value, str) and value.startswith("MOE_EP_")
+) | frozenset(BUILD_VARIABLES)
+"""Every variable of moe_ep: those that env.py names, and those of the build."""
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+OTHERS = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_HOME",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_LOG_DIRECTORY",
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "CUDA_VISIBLE_DEVICES",
+    "DEEP_EP_NUM_MAX_RDMA_TOKENS",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_HCA",
+    "NCCL_IB_SL",
+    "NCCL_IB_TC",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NVIDIA_VISIBLE_DEVICES",
+    "NVSHMEM_BOOTSTRAP",
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME",
+    "NVSHMEM_CUMEM_GRANULARITY",
+    "NVSHMEM_DEBUG",
+    "NVSHMEM_DIR",
+    "NVSHMEM_DISABLE_CUDA_VMM",
+    "NVSHMEM_DISABLE_P2P",
+    "NVSHMEM_ENABLE_NIC_PE_MAPPING",
+    "NVSHMEM_HCA_LIST",
+    "NVSHMEM_HCA_PE_MAPPING",
+    "NVSHMEM_HCA_PREFIX",
+    "NVSHMEM_IBGDA_NIC_HANDLER",
+    "NVSHMEM_IBGDA_NUM_RC_PER_PE",
+    "NVSHMEM_IBGDA_QP_DEPTH",
+    "NVSHMEM_IB_ENABLE_IBGDA",
+    "NVSHMEM_IB_GID_INDEX",
+    "NVSHMEM_IB_SL",
+    "NVSHMEM_IB_TRAFFIC_CLASS",
+    "NVSHMEM_QP_DEPTH",
+    "NVSHMEM_REMOTE_TRANSPORT",
+    "NVSHMEM_SYMMETRIC_SIZE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+
+VARIABLES = frozenset((*OURS, *LAUNCHER, *OTHERS))
