@@ -92,7 +92,8 @@ class ExpertParallel:
             handle: instead of topk_idx, the routing of an earlier dispatch: nothing but rows is
                 exchanged.
             dequantize: False returns an FP8 layout's rows as they travelled (no gradient).
-            previous_event: the rows are read after it, instead of after all work queued so far.
+            previous_event: the rows are read after it, instead of after all work queued so far
+                (backend cuda: and after earlier operations, on whichever stream they were).
             async_finish: the exchange runs on a stream of its own; wait for `event` of the result
                 before you use its tensors.
 
@@ -243,8 +244,7 @@ class ExpertParallel:
             if probs is not None:
                 probs = x.new_zeros(plan.num_tokens, plan.num_slots, dtype=wide)
         elif probs is not None:
-            copies = self.layout.parallel.expert_tensor
-            probs = probs.to(wide).unsqueeze(2).expand(-1, -1, copies).flatten(1)
+            probs = self._slot_weights(probs.to(wide))
         options = self.layout.dispatch
         fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
         exchange = Exchange(self.backend, plan, self._call, fp8_scale, dequantize)
@@ -296,6 +296,11 @@ class ExpertParallel:
         wide = topk_idx.unsqueeze(2)
         slots = torch.where(wide < 0, wide, first.unsqueeze(2) + part)  # bad ids stay bad
         return slots.flatten(1)
+
+    def _slot_weights(self, weights: Tensor) -> Tensor:
+        """Weights [T, K] for the expert slots of `_expert_slots`."""
+        copies = self.layout.parallel.expert_tensor
+        return weights if copies == 1 else weights.repeat_interleave(copies, dim=1)
 
     def _check_routing(
         self, x: Tensor, topk_idx: Tensor | None, topk_weights: Tensor | None, dequantize: bool

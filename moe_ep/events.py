@@ -119,6 +119,8 @@ class CommStream:
             wrote them and are kept until the caller's stream, too, is done with them.
         """
         if self.device is None:
+            if previous_event is not None:
+                previous_event.current_stream_wait()
             return operation(), EventOverlap(EventHandle() if async_finish else None)
         capturing = torch.cuda.is_current_stream_capturing()
         if not (self._always or async_finish or previous_event is not None or capturing):
@@ -137,7 +139,8 @@ class CommStream:
             tensor.record_stream(caller)
         if async_finish:
             return result, EventOverlap(done)
-        done.current_stream_wait()
+        with torch.cuda.stream(caller):  # of this device, whichever is current
+            done.current_stream_wait()
         return result, EventOverlap()
 
 

@@ -124,6 +124,7 @@ class CudaBackend:
         config.row_alignment = layout.dispatch.row_alignment
         torch.cuda.current_stream(self.device)  # torch's context first
         self._comm: Any = self._core.Communicator(config)
+        self._max_slots = config.num_slots
         self._destinations = self._core.max_destinations(config.num_slots, self.size)
         self._offsets = self._core.plan_header(self.size, self.num_local_experts)
         self._calls: deque[tuple[int, Call]] = deque(maxlen=_REMEMBERED_OPERATIONS)
@@ -151,8 +152,7 @@ class CudaBackend:
             plan.add_lists(self._core, capacity, capacity)
             plan.set_rows(capacity)
             self._notify(plan, topk_idx, self._launch(call), call, capacity)
-            if call.error is not None:
-                raise call.error
+            self._raise_own_error(call)
             return plan
         has_lists = self._start(plan, topk_idx, call)
         plan._set(complete=lambda: self._complete(plan, topk_idx, has_lists, call))
@@ -270,7 +270,7 @@ class CudaBackend:
 
     def _start(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> bool:
         """Launches the exchange of counts; and of lists, if it need not wait for the counts."""
-        limits = self._list_limits(plan.num_slots)
+        limits = self._list_limits()
         if limits is not None:
             plan.add_lists(self._core, *limits)
         self._notify(plan, topk_idx, self._launch(call), call)
@@ -308,10 +308,13 @@ class CudaBackend:
         )
         self._remember(number, call)
 
-    def _list_limits(self, num_slots: int) -> tuple[int, int] | None:
-        """Rank rows and items this rank can get at most; None where that is much memory."""
+    def _list_limits(self) -> tuple[int, int] | None:
+        """Rank rows and items this rank can get at most; None where that is much memory.
+
+        The peers' tokens may have more slots than those of this rank.
+        """
         rank_rows = self.size * self._memory.max_tokens
-        items = rank_rows * num_slots
+        items = rank_rows * self._max_slots
         num_bytes = rank_rows * self._core.RANK_ROW_BYTES + items * self._core.ITEM_BYTES
         return (rank_rows, items) if num_bytes <= _SMALL_LISTS_BYTES else None
 

@@ -24,7 +24,7 @@ _COUNTS = ("passed", "failed", "skipped")
 
 
 def source_files(root: Path = ROOT) -> list[Path]:
-    """What the results of a GPU run depend on, in a fixed order."""
+    """The sources whose change asks for a new run on a GPU, in a fixed order."""
     found = [
         path
         for folder in _FOLDERS
@@ -76,6 +76,9 @@ def problems(record: Any, sources: str) -> list[str]:
     for key, kind in (("bench", list), ("not_run", dict)):
         if not isinstance(record.get(key), kind):
             found.append(f"{key!r} must be a {kind.__name__}; {again}")
+    for step in ("build", "tests"):
+        if step in (record.get("not_run") or {}):
+            found.append(f"{step}: {record['not_run'][step]}; {again}")
     tests = record.get("tests")
     if not isinstance(tests, dict) or any(not isinstance(tests.get(k), int) for k in _COUNTS):
         found.append(f"'tests' must hold numbers of {', '.join(_COUNTS)}; {again}")

@@ -140,6 +140,7 @@ class Run:
             "tests": None,
             "bench": [],
             "not_run": {},
+            "built": False,
         }
         self.state.update(versions())
 
@@ -157,6 +158,9 @@ class Run:
             for step in ("tests", "bench"):
                 if step in wanted:
                     self.skip(step, "the build failed")
+            return 1
+        if not self.state["built"]:
+            print("these sources are not built yet: add build to --only", file=sys.stderr)
             return 1
         if "tests" in wanted:
             self.tests()
@@ -184,6 +188,8 @@ class Run:
         ):
             if self.step("build", command, LIMITS_S["build"]) is not None:
                 return False
+        self.state["built"] = True
+        self.save()
         print(f"built for {arch}", flush=True)
         return True
 

@@ -160,3 +160,12 @@ def test_while_a_graph_is_captured(cuda: Recorder) -> None:
     cuda.log.clear()
     run(cuda, comm, previous_event=EventOverlap(EventHandle()), async_finish=True)
     assert cuda.log[0] == "comm waits for caller" and "runs on comm" in cuda.log
+
+
+def test_without_a_stream_of_its_own(cuda: Recorder) -> None:
+    """Backends that run on any device stay on the caller's stream, after the event."""
+    with cuda.stream(cuda.comm):
+        previous = EventOverlap(EventHandle())
+    cuda.log.clear()
+    run(cuda, CommStream(None), previous_event=previous)
+    assert cuda.log == ["caller waits for event of comm", "runs on caller"]
