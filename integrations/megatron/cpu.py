@@ -169,6 +169,9 @@ def _torch_shims() -> list[tuple[Any, str, Any]]:
         (cuda, "set_rng_state", _set_rng_state),
         # Set on the class: its argument parser would refuse our stream before any mode is asked.
         (torch.Tensor, "record_stream", nothing),
+        # Functions of their own: torch.compile has rules by name, and one object can have one rule.
+        (cuda.nvtx, "range_push", lambda *args: None),
+        (cuda.nvtx, "range_pop", lambda: None),
         (cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
     ]
 

@@ -71,6 +71,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     ) -> tuple[Tensor, Tensor]:
         """tokens [T, H], weights [T, K] -> rows [N, H] expert-major, their probs [N]."""
         self._shared_experts_wait()
+        self._read_here(self.topk_idx)
         dispatched = self.ep.dispatch(hidden_states, self.topk_idx, probs)
         self.handle = dispatched.handle
         if self.shared_experts is not None:
@@ -83,7 +84,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rows are in the experts' order already. -> rows, tokens_per_expert [L] CPU, probs."""
         assert self.handle is not None
-        return hidden_states, self.handle.tokens_per_expert.clone(), probs
+        self._read_here(hidden_states, probs)
+        return hidden_states, self.handle.tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Nothing to reorder."""
@@ -115,6 +117,14 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
         """Experts write to buffers of their own."""
         return None, None
+
+    def _read_here(self, *tensors: Tensor | None) -> None:
+        """Where micro-batches overlap, dispatch and combine run on a stream of their own: memory
+        that one stream made and another reads must not be used anew before it has been read."""
+        if self.config.overlap_moe_expert_parallel_comm:
+            for tensor in tensors:
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream())
 
     def _shared_experts_wait(self) -> None:
         wait = getattr(self.shared_experts, "wait_current_stream", None)  # megatron-core 0.19

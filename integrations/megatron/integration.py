@@ -18,6 +18,7 @@ from moe_ep import env
 from moe_ep.integrations.megatron import DISPATCHER_TYPE
 from moe_ep.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from moe_ep.integrations.megatron.layout import layout_for
+from moe_ep.integrations.megatron.overlap import InputsKept
 from moe_ep.layout import EPLayout
 from moe_ep.pool import ExpertParallelPool
 
@@ -42,6 +43,7 @@ class MegatronIntegration:
         self.pool = ExpertParallelPool()
         self._layer_init: Callable[..., None] = MoELayer.__init__
         self._config_check: Callable[..., None] = TransformerConfig.__post_init__
+        self._inputs_kept: InputsKept | None = None
 
     # -- the patch --------------------------------------------------------------------------------
 
@@ -85,6 +87,9 @@ class MegatronIntegration:
         if self.installed() is self:
             MoELayer.__init__ = self._layer_init
             TransformerConfig.__post_init__ = self._config_check
+        if self._inputs_kept is not None:
+            self._inputs_kept.unpatch()
+            self._inputs_kept = None
         self.destroy()
 
     def destroy(self) -> None:
@@ -112,6 +117,8 @@ class MegatronIntegration:
             LayoutError: the model does not fit the layout.
             ValueError: the config has an option that cannot be honoured.
         """
+        if config.overlap_moe_expert_parallel_comm:
+            self._prepare_overlap(config)
         # Megatron refuses types it does not know; "allgather" can be built on any device.
         with _dispatcher_type(config, "allgather"):
             self._layer_init(layer, config, *args, **kwargs)
@@ -131,6 +138,17 @@ class MegatronIntegration:
         )
         if layer.shared_expert_overlap and layer.shared_experts is not None:
             layer.token_dispatcher.set_shared_experts(layer.shared_experts)
+
+    def _prepare_overlap(self, config: TransformerConfig) -> None:
+        if self.installed() is not self or config.moe_token_dispatcher_type != DISPATCHER_TYPE:
+            raise ValueError(
+                "overlap_moe_expert_parallel_comm needs install() and "
+                f"moe_token_dispatcher_type={DISPATCHER_TYPE}: by the type its schedule knows what "
+                "the dispatcher's backward needs"
+            )
+        if self._inputs_kept is None:
+            self._inputs_kept = InputsKept()
+            self._inputs_kept.patch()
 
 
 @contextlib.contextmanager
