@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from moe_ep.cli import bench, doctor
+from moe_ep.cli import bench, doctor, plan
 from moe_ep.errors import MoEEPError
 
-_COMMANDS = {"bench": bench, "doctor": doctor}
+_COMMANDS = {"bench": bench, "doctor": doctor, "plan": plan}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -31,7 +31,7 @@ def merged(**changes: object) -> dict:
 
 
 def layouts_in_configs() -> list[Path]:
-    files = sorted((ROOT / "configs").rglob("*.yaml")) + sorted((ROOT / "configs").rglob("*.yml"))
+    files = sorted((ROOT / "configs").glob("*.yaml")) + sorted((ROOT / "configs").glob("*.yml"))
     assert files, "configs/ holds no layout"
     return files
 
