@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_ep.backends.base import Backend, Call, Plan
+from moe_ep.backends.base import Backend, Call, DispatchedRows, Plan
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,35 @@ class Exchange:
     dequantize: bool = True
 
 
+def dispatch(
+    x: Tensor, probs: Tensor | None, exchange: Exchange, call: Call
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As `Dispatch`, which costs the host time even where nothing wants a gradient."""
+    if _wants_gradient(x, probs):
+        tokens, scales, row_probs = Dispatch.apply(x, probs, exchange, call)
+        return tokens, scales, row_probs
+    arrived = _send(x, probs, exchange, call)
+    return arrived.rows, arrived.scales, arrived.probs
+
+
+def combine(rows: Tensor, weights: Tensor | None, exchange: Exchange, call: Call) -> Tensor:
+    """As `Combine`, for the same reason."""
+    if _wants_gradient(rows, weights):
+        out: Tensor = Combine.apply(rows, weights, exchange, call)
+        return out
+    return exchange.backend.combine(exchange.plan, rows, call, weights=weights)[0]
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _send(x: Tensor, probs: Tensor | None, exchange: Exchange, call: Call) -> DispatchedRows:
+    return exchange.backend.dispatch(
+        exchange.plan, x, probs, call, exchange.fp8_scale, dequantize=exchange.dequantize
+    )
+
+
 class Dispatch(torch.autograd.Function):
     """(x [T, H], probs [T, K] or None) -> (tokens [N, H], scales or None, probs [N] or None)."""
 
@@ -32,9 +61,7 @@ class Dispatch(torch.autograd.Function):
         ctx: Any, x: Tensor, probs: Tensor | None, exchange: Exchange, call: Call
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.exchange, ctx.has_probs = exchange, probs is not None
-        arrived = exchange.backend.dispatch(
-            exchange.plan, x, probs, call, exchange.fp8_scale, dequantize=exchange.dequantize
-        )
+        arrived = _send(x, probs, exchange, call)
         if arrived.scales is not None:
             ctx.mark_non_differentiable(arrived.rows, arrived.scales)
         return arrived.rows, arrived.scales, arrived.probs

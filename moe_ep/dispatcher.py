@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep import backends, env
-from moe_ep.autograd import Combine, Dispatch, Exchange
+from moe_ep import autograd, backends, env
+from moe_ep.autograd import Exchange
 from moe_ep.backends.base import Call
 from moe_ep.checks import (
     check_dequantize,
@@ -248,7 +248,7 @@ class ExpertParallel:
         options = self.layout.dispatch
         fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
         exchange = Exchange(self.backend, plan, self._call, fp8_scale, dequantize)
-        return handle, Dispatch.apply(x, probs, exchange, call)
+        return handle, autograd.dispatch(x, probs, exchange, call)
 
     def _combine(self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None) -> Tensor:
         call = self._call("combine.rows")
@@ -268,8 +268,7 @@ class ExpertParallel:
         elif weights is not None:
             weights = weights.to(wide)
         exchange = Exchange(self.backend, plan, self._call)
-        out: Tensor = Combine.apply(rows, weights, exchange, call)
-        return out
+        return autograd.combine(rows, weights, exchange, call)
 
     def _call(self, phase: str) -> Call:
         if self._destroyed:

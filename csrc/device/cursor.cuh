@@ -90,7 +90,8 @@ class PeerGate {
     int passed = 0;
     if (threadIdx.x % kWarp == 0) passed = wait_signal(comm, kind, peer, operation, phase);
     last_ = peer;
-    return __shfl_sync(0xffffffffu, passed, 0) != 0;  // also orders the other lanes' reads
+    __syncwarp();  // orders the other lanes' reads after the acquire
+    return __shfl_sync(0xffffffffu, passed, 0) != 0;
   }
 
  private:

@@ -5,6 +5,7 @@
 #include "device/cursor.cuh"
 #include "device/grid.cuh"
 #include "device/rows.cuh"
+#include "kernels/by_type.cuh"
 #include "kernels/combine.h"
 
 namespace moe_ep {
@@ -189,30 +190,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!alone) control->combine_operation = operation;
 }
 
-template <typename T>
-void launch(const CombineArgs& args, int num_blocks, cudaStream_t stream) {
-  if (args.weights != nullptr) {
-    combine_kernel<T, true><<<num_blocks, kThreads, 0, stream>>>(args);
-  } else {
-    combine_kernel<T, false><<<num_blocks, kThreads, 0, stream>>>(args);
-  }
-}
-
 }  // namespace
 
 cudaError_t launch_combine(const CombineArgs& args, int num_blocks, cudaStream_t stream) {
-  switch (args.type) {
-    case DataType::kBf16:
-      launch<__nv_bfloat16>(args, num_blocks, stream);
-      break;
-    case DataType::kFp16:
-      launch<__half>(args, num_blocks, stream);
-      break;
-    case DataType::kFp32:
-      launch<float>(args, num_blocks, stream);
-      break;
-  }
-  return cudaGetLastError();
+  return launch_by_type(args.type, [&](auto zero) {
+    using T = decltype(zero);
+    if (args.weights != nullptr) {
+      combine_kernel<T, true><<<num_blocks, kThreads, 0, stream>>>(args);
+    } else {
+      combine_kernel<T, false><<<num_blocks, kThreads, 0, stream>>>(args);
+    }
+  });
 }
 
 }  // namespace moe_ep

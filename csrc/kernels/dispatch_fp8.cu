@@ -4,6 +4,7 @@
 //
 // Where values are computed a lane works on 8 columns at a time, and 16 lanes share a scale.
 #include "device/staging.cuh"
+#include "kernels/by_type.cuh"
 #include "kernels/dispatch.h"
 
 namespace moe_ep {
@@ -154,30 +155,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   finish_dispatch(comm, slot, true);
 }
 
-template <typename T>
-void launch(const DispatchArgs& args, int num_blocks, cudaStream_t stream) {
-  if (args.row_scales == nullptr) {
-    dispatch_fp8_kernel<T, true><<<num_blocks, kThreads, 0, stream>>>(args);
-  } else {
-    dispatch_fp8_kernel<T, false><<<num_blocks, kThreads, 0, stream>>>(args);
-  }
-}
-
 }  // namespace
 
 cudaError_t launch_dispatch_fp8(const DispatchArgs& args, int num_blocks, cudaStream_t stream) {
-  switch (args.type) {
-    case DataType::kBf16:
-      launch<__nv_bfloat16>(args, num_blocks, stream);
-      break;
-    case DataType::kFp16:
-      launch<__half>(args, num_blocks, stream);
-      break;
-    case DataType::kFp32:
-      launch<float>(args, num_blocks, stream);
-      break;
+  if (args.row_scales != nullptr) {
+    dispatch_fp8_kernel<uint8_t, false><<<num_blocks, kThreads, 0, stream>>>(args);
+    return cudaGetLastError();
   }
-  return cudaGetLastError();
+  return launch_by_type(args.type, [&](auto zero) {
+    dispatch_fp8_kernel<decltype(zero), true><<<num_blocks, kThreads, 0, stream>>>(args);
+  });
 }
 
 }  // namespace moe_ep

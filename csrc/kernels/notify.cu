@@ -164,7 +164,8 @@ __device__ void report(const NotifyArgs& args, const Verdict& verdict) {
     host->expert_rows[i] = header[at.expert_begin + i + 1] - header[at.expert_begin + i];
     host->expert_count[i] = header[at.expert_count + i];
   }
-  __syncthreads();  // with the fence below, orders the writes of all threads before the last one
+  __threadfence_system();
+  __syncthreads();
   if (threadIdx.x != 0) return;
   host->capacity = args.capacity;
   host->status = verdict.status;

@@ -2,6 +2,7 @@
 //
 // A lane works on 8 columns at a time, and 16 lanes share a scale.
 #include "device/staging.cuh"
+#include "kernels/by_type.cuh"
 #include "kernels/stage.h"
 
 namespace moe_ep {
@@ -86,18 +87,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 cudaError_t launch_stage_fp8(const StageArgs& args, int num_blocks, cudaStream_t stream) {
-  switch (args.type) {
-    case DataType::kBf16:
-      stage_fp8_kernel<__nv_bfloat16><<<num_blocks, kThreads, 0, stream>>>(args);
-      break;
-    case DataType::kFp16:
-      stage_fp8_kernel<__half><<<num_blocks, kThreads, 0, stream>>>(args);
-      break;
-    case DataType::kFp32:
-      stage_fp8_kernel<float><<<num_blocks, kThreads, 0, stream>>>(args);
-      break;
-  }
-  return cudaGetLastError();
+  return launch_by_type(args.type, [&](auto zero) {
+    stage_fp8_kernel<decltype(zero)><<<num_blocks, kThreads, 0, stream>>>(args);
+  });
 }
 
 }  // namespace moe_ep

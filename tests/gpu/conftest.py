@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Models and references of the CPU tests.
+sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+sys.path.append(str(Path(__file__).parents[1] / "multiprocess"))
 
 from mps import MpsServer
 

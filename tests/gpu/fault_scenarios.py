@@ -7,8 +7,12 @@ import time
 
 import torch
 import torch.distributed as dist
+from dense_layer import Target, check_layer
+from reference_model import Problem
 from scenarios import Case, call, check_case, make_backend, make_inputs
+from torch import Tensor
 
+from moe_ep import ExpertParallel
 from moe_ep.errors import BrokenError, PeerError, PeerTimeoutError
 
 
@@ -86,10 +90,7 @@ def check_lifecycle(rank: int, times: int) -> int:
     case = Case(repeats=1, tokens=(8,))
     for _ in range(2):
         make_backend(case).destroy()
-    torch.cuda.synchronize()
-    dist.barrier()
-    free = torch.cuda.mem_get_info()[0]
-    dist.barrier()
+    before = Target().used_bytes()
     for number in range(times):
         backend = make_backend(case)
         x, idx, probs = make_inputs(case, number)
@@ -97,6 +98,112 @@ def check_lifecycle(rank: int, times: int) -> int:
         backend.combine(plan, backend.dispatch(plan, x, probs, call()).rows, call())
         backend.destroy()
         backend.destroy()
-    torch.cuda.synchronize()
+    del x, idx, probs, plan
+    return Target().used_bytes() - before
+
+
+def check_bad_combine(rank: int, what: str, target: Target) -> tuple[str, str, str]:
+    """The last rank combines something impossible: what each rank is told, then and later."""
+    ep = ExpertParallel(target.layout())
+    ep.set_timeouts(first_s=10, steady_s=10)
+    problem = Problem(ep.layout, 3, [9] * dist.get_world_size())
+    check_layer(target, ep, problem)
+    x = problem.x[rank].float().to(target.device)
+    idx = problem.idx[rank].to(target.device)
+    d = ep.dispatch(x, idx)
+    rows: Tensor = d.tokens
+    if rank == dist.get_world_size() - 1:
+        wrong = {"shape": rows[:-1], "hidden": rows[:, :64], "dtype": rows.bfloat16()}
+        rows = wrong[what]
+    told = []
+    for attempt in range(3):
+        try:
+            if attempt == 0:
+                ep.combine(rows, d.handle)
+            else:
+                ep.dispatch(x, idx)
+            told.append("")
+        except (TypeError, ValueError, PeerError, BrokenError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        torch.cuda.synchronize()
+        dist.barrier()
+    ep.destroy()
+    assert torch.ones(4, device=target.device).sum().item() == 4  # the context is well
+    return told[0], told[1], told[2]
+
+
+def check_skipped_dispatch(rank: int, target: Target) -> tuple[str, float, str]:
+    """Case 6: rank 1 leaves out one dispatch. What rank 0 is told, when, and what comes next."""
+    ep = ExpertParallel(target.layout())
+    problem = Problem(ep.layout, 6, [9, 4])
+    for _ in range(2):
+        check_layer(target, ep, problem)
+    before = ep.operations
+    x = problem.x[rank].float().to(target.device)
+    idx = problem.idx[rank].to(target.device)
+    ep.set_timeouts(steady_s=2)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["done"])  # alive, and not dispatching
+        ep.destroy()
+        return "", 0.0, ""
+    told = again = ""
+    started = time.monotonic()
+    try:
+        ep.dispatch(x, idx)
+    except PeerTimeoutError as error:
+        told = str(error)
+    seconds = time.monotonic() - started
+    assert ep.operations == before + 1
+    told = told.replace(f"operation {before + 1} ", "the operation left out ")
+    try:
+        ep.dispatch(x, idx)
+    except BrokenError as error:
+        again = str(error)
+    store.set("done", "1")
+    ep.destroy()
+    return told, seconds, again
+
+
+ENDINGS = ("no destroy", "destroy twice", "destroy after the group", "group only", "time-out")
+
+
+def end(rank: int, target: Target) -> float:
+    """Case 46: ranks 2n and 2n + 1 end as ENDINGS[n] says. Returns when, in monotonic seconds."""
+    groups = [dist.new_group([2 * n, 2 * n + 1]) for n in range(len(ENDINGS))]
+    how, group = ENDINGS[rank // 2], groups[rank // 2]
+    layout = target.layout(model__num_experts=4, parallel__expert=2)
+    ep = ExpertParallel(layout, group)
+    problem = Problem(layout, 46, [3, 2])
+    check_layer(target, ep, problem)
+    x = problem.x[ep.rank].float().to(target.device)
+    d = ep.dispatch(x, problem.idx[ep.rank].to(target.device))  # in flight at the end
     dist.barrier()
-    return free - torch.cuda.mem_get_info()[0]
+    if how == "destroy twice":
+        ep.destroy()
+        ep.destroy()
+    elif how == "destroy after the group":
+        ep.combine(d.tokens, d.handle)
+        dist.destroy_process_group()
+        ep.destroy()
+    elif how == "group only":
+        dist.destroy_process_group()
+    elif how == "time-out":
+        _time_out(ep, d.tokens, d.handle)
+    globals()["kept until exit"] = (ep, d)
+    return time.monotonic()
+
+
+def _time_out(ep: ExpertParallel, rows: Tensor, handle: object) -> None:
+    """Rank 1 stays, but does not combine."""
+    store = dist.distributed_c10d._get_default_store()
+    if ep.rank == 1:
+        store.wait(["timed out"])
+        return
+    ep.set_timeouts(steady_s=0.5)
+    try:
+        ep.combine(rows, handle)  # type: ignore[arg-type]
+        torch.cuda.synchronize()
+        ep.combine(rows, handle)  # type: ignore[arg-type]
+    except PeerTimeoutError:
+        store.set("timed out", "1")

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import scenarios
 import torch
 import torch.distributed as dist
 from scenarios import Case, call, check_case, check_growth, make_backend, make_inputs
@@ -51,6 +52,11 @@ def check_kinds(rank: int, cases: list[Case]) -> None:
             backend.destroy()
         for ours, theirs in zip(*results, strict=True):
             assert torch.equal(ours, theirs), case
+
+
+def check_fresh_objects(rank: int, kind: str, times: int) -> None:
+    with memory_kind(kind):
+        scenarios.check_fresh_objects(rank, times)
 
 
 def check_fd_growth(rank: int) -> None:

@@ -37,10 +37,10 @@ DEEPSEEK = "--hidden 7168 --top-k 8 --experts 256"
 MIXTRAL = "--hidden 4096 --top-k 2 --experts 8"
 # (ranks, arguments); --quick takes the first four. {megatron} is there if Megatron-core is.
 SHAPES = (
-    (1, f"--num-sms 132 {DEEPSEEK} --dtype bf16,fp8_e4m3 {{megatron}}"),
     (8, f"--num-sms 16 {DEEPSEEK} --dtype bf16,fp8_e4m3"),
-    (1, f"--num-sms 24 {DEEPSEEK}"),
     (8, f"--num-sms 16 {MIXTRAL}"),
+    (1, f"--num-sms 132 {DEEPSEEK} {{megatron}}"),
+    (1, f"--num-sms 24 {DEEPSEEK}"),
     (2, f"--num-sms 24 {DEEPSEEK}"),
     (4, f"--num-sms 24 {DEEPSEEK}"),
     (4, f"--num-sms 24 {MIXTRAL}"),

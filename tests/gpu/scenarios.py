@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from expected import (
+    World,
     expected_combine,
     expected_dispatch,
     expected_values,
@@ -49,9 +51,14 @@ class Case:
     repeats: int = 2
     tokens_per_rank: int | None = None
     capacity: int | None = None
+    timeout_s: float = 30.0
+
+    def call(self) -> Call:
+        """A call that waits for peers as long as the case allows."""
+        return call(timeout_s=self.timeout_s)
 
 
-def make_layout(case: Case, timeout_s: float = 30.0) -> EPLayout:
+def make_layout(case: Case) -> EPLayout:
     size = dist.get_world_size()
     return EPLayout(
         model={"hidden": case.hidden, "num_experts": case.local * size, "top_k": case.top_k},
@@ -64,12 +71,12 @@ def make_layout(case: Case, timeout_s: float = 30.0) -> EPLayout:
             "capacity": case.capacity,
             "exact_combine": case.exact,
         },
-        timeouts={"first_s": timeout_s, "steady_s": timeout_s},
+        timeouts={"first_s": case.timeout_s, "steady_s": case.timeout_s},
     )
 
 
-def make_backend(case: Case, timeout_s: float = 30.0) -> CudaBackend:
-    layout = make_layout(case, timeout_s)
+def make_backend(case: Case) -> CudaBackend:
+    layout = make_layout(case)
     _CHANNELS[0] += 1
     group = dist.group.WORLD
     return CudaBackend(layout, group, Channel(group, _CHANNELS[0]))
@@ -130,20 +137,20 @@ def check_case(backend: CudaBackend, case: Case, seed: int = 0) -> None:
     else:
         travelled = rows
     poison()
-    plan = backend.prepare(idx, call())
+    plan = backend.prepare(idx, case.call())
     extra = plan.num_rows - len(rows)  # what a static capacity leaves
     assert extra == 0 if case.capacity is None else extra >= 0
     assert plan.tokens_per_expert.tolist() == blocks, (plan.tokens_per_expert.tolist(), blocks)
     used = len(rows)
     for _ in range(case.repeats):
         poison()
-        arrived = backend.dispatch(plan, x, probs, call(), scale, dequantize=scale is not None)
+        arrived = backend.dispatch(plan, x, probs, case.call(), scale, dequantize=scale is not None)
         assert torch.equal(arrived.rows[:used].cpu(), travelled), _where(arrived.rows, travelled)
         assert torch.equal(arrived.probs[:used].cpu(), row_probs)
         assert not arrived.rows[used:].any() and not arrived.probs[used:].any()
     if scale is not None:
         poison()
-        raw = backend.dispatch(plan, x, None, call(), scale)
+        raw = backend.dispatch(plan, x, None, case.call(), scale)
         filled = rows.abs().amax(1) > 0  # padding rows have scale 0, not 1
         assert torch.equal(
             raw.rows[:used].cpu().view(torch.uint8)[filled], q.view(torch.uint8)[filled]
@@ -168,14 +175,14 @@ def _check_combine(
     first = None
     for _ in range(case.repeats):
         poison()
-        out, slot_values = backend.combine(plan, rows.cuda(), call(), values=values.cuda())
+        out, slot_values = backend.combine(plan, rows.cuda(), case.call(), values=values.cuda())
         error = relative_error(out, plain)
         assert error <= limit, f"combine: relative error {error}, limit {limit}"
         assert torch.equal(slot_values.cpu(), carried)
         assert first is None or torch.equal(first, out), "combine does not repeat bit for bit"
         first = out.clone()
     poison()
-    out, _ = backend.combine(plan, rows.cuda(), call(), weights=weights.cuda())
+    out, _ = backend.combine(plan, rows.cuda(), case.call(), weights=weights.cuda())
     error = relative_error(out, weighted)
     assert error <= limit, f"weighted combine: relative error {error}, limit {limit}"
 
@@ -195,7 +202,7 @@ def check_cases(rank: int, cases: list[Case]) -> None:
         except Exception as error:
             raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
         torch.cuda.synchronize()
-        backend.check(call())
+        backend.check(case.call())
         backend.destroy()
 
 
@@ -323,3 +330,39 @@ def check_autograd(rank: int) -> None:
     for number, (wanted, got) in enumerate(zip(*results, strict=True)):
         error = relative_error(got, wanted)
         assert error < 2e-6, (number, error)
+
+
+def check_fresh_objects(rank: int, times: int) -> None:
+    """The first exchange of one object after the other, ranks out of step, nothing between set-up
+    and use: memory that an earlier object has left full is read only once it is written anew."""
+    size, generator = dist.get_world_size(), torch.Generator()
+    shapes = (
+        Case(tokens=(3, 2, 4, 1), local=2, dtype="fp32"),
+        Case(tokens=(3,), local=1, top_k=size),
+        Case(tokens=(40, 1, 0, 17), local=4, top_k=3, hidden=640),
+    )
+    delays = random.Random(rank)
+    for number in range(times):
+        case = shapes[number % len(shapes)]
+        generator.manual_seed(number)
+        world = World([], [], [])
+        for r in range(size):
+            num_tokens = case.tokens[r % len(case.tokens)]
+            x = torch.randn(num_tokens, case.hidden, generator=generator)
+            world.x.append(x.to(DTYPES[case.dtype]))
+            world.topk_idx.append(route(case, num_tokens, generator))
+            world.probs.append(torch.rand(num_tokens, case.top_k, generator=generator))
+        rows, probs, blocks = expected_dispatch(world, rank, case.local, 1)
+        x, idx, weights = (t[rank].cuda() for t in (world.x, world.topk_idx, world.probs))
+        backend = make_backend(case)
+        time.sleep(delays.choice([0.0, 0.0, 1e-4, 2e-3]))
+        plan = backend.prepare(idx, call())
+        arrived = backend.dispatch(plan, x, weights, call())
+        out, _ = backend.combine(plan, arrived.rows, call(), weights=arrived.probs)
+        assert plan.tokens_per_expert.tolist() == blocks, number
+        assert torch.equal(arrived.rows.cpu(), rows), (number, _where(arrived.rows, rows))
+        assert torch.equal(arrived.probs.cpu(), probs), number
+        scale = (world.probs[rank] * (world.topk_idx[rank] >= 0)).sum(1, keepdim=True)
+        error = relative_error(out, world.x[rank].double() * scale)
+        assert error <= ROUNDING[case.dtype], (number, error)
+        backend.destroy()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import fault_scenarios
 import pytest
+from dense_layer import Target
 
 from moe_ep.testing import launch_ranks, run_ranks
 
@@ -14,6 +17,40 @@ def test_bad_index_raises_everywhere() -> None:
         "PeerError",
         "ValueError",
     ]
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [("shape", "ValueError: rows are"), ("hidden", "ValueError"), ("dtype", "TypeError")],
+)
+def test_bad_combine_raises_everywhere(what: str, error: str) -> None:
+    *peers, culprit = run_ranks(fault_scenarios.check_bad_combine, 3, what, Target(), limit_s=90)
+    assert culprit[0].startswith(error), culprit
+    assert culprit[1].startswith("BrokenError") and "bad input to combine" in culprit[1], culprit
+    for told in peers:
+        assert told[0] == "", told  # rows are on their way already
+        assert told[1].startswith("PeerError") and "rank 2 gave bad input" in told[1], told
+        assert told[2].startswith("BrokenError"), told
+
+
+def test_case_6_skipped_dispatch() -> None:
+    told, seconds, again = run_ranks(
+        fault_scenarios.check_skipped_dispatch, 2, Target(), limit_s=90
+    )[0]
+    assert "rank 0 waited 2 s for rank 1 in dispatch" in told, told
+    assert "the operation left out" in told, told
+    assert 2.0 <= seconds < 4.0
+    assert "stopped earlier" in again and "rank 1" in again, again
+
+
+def test_case_46_endings() -> None:
+    endings = fault_scenarios.ENDINGS
+    begin = time.monotonic()
+    outcomes = launch_ranks(fault_scenarios.end, 2 * len(endings), Target(), limit_s=120)
+    for outcome in outcomes:
+        how = endings[outcome.rank // 2]
+        assert outcome.exitcode == 0 and outcome.result is not None, (how, outcome)
+        assert begin + outcome.seconds - outcome.result < 10, (how, outcome)
 
 
 @pytest.mark.usefixtures("fresh_mps")
@@ -40,5 +77,6 @@ def test_case_8_long_enough() -> None:
 
 
 def test_lifecycle() -> None:
-    left = run_ranks(fault_scenarios.check_lifecycle, 4, 20, limit_s=180)
-    assert max(left) < 64 << 20, left
+    """A hundred constructions by eight ranks; each would leave megabytes if it left anything."""
+    left = run_ranks(fault_scenarios.check_lifecycle, 8, 100, limit_s=240)
+    assert max(left) < 16 << 20, left

@@ -25,6 +25,11 @@ def test_both_kinds_give_the_same_results(num_ranks: int) -> None:
     run_ranks(memory_scenarios.check_kinds, num_ranks, cases, limit_s=180)
 
 
+@pytest.mark.parametrize("kind", memory_scenarios.KINDS)
+def test_fresh_objects(kind: str) -> None:
+    run_ranks(memory_scenarios.check_fresh_objects, 4, kind, 150, limit_s=120)
+
+
 def test_growth_with_file_descriptors() -> None:
     run_ranks(memory_scenarios.check_fd_growth, 2, limit_s=120)
 
