@@ -16,6 +16,7 @@ EXIT_CODES: dict[Level, int] = {"ok": 0, "not_applicable": 0, "warning": 1, "fai
 
 # Backends that cannot run without what the key's backend needs.
 _DEPENDENTS = {"cuda": ("cuda", "nvshmem"), "nvshmem": ("nvshmem",)}
+_WITHOUT_NVSHMEM = ("cuda", "reference")
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,22 @@ class Wish:
             needed_by: "cuda" or "nvshmem".
 
         Returns:
-            A failure where a backend that needs it was asked for, a warning on a machine with GPUs,
-            else "not_applicable".
+            A failure where a backend that needs it was asked for; "not_applicable" on a machine
+            without GPUs, and for "nvshmem" where another backend was asked for or one host is
+            enough; else a warning.
         """
         if self.backend in _DEPENDENTS[needed_by]:
             return "failure"
+        if needed_by == "nvshmem" and (self.backend in _WITHOUT_NVSHMEM or self._fits_one_host()):
+            return "not_applicable"
         return "warning" if machine.has_gpus() else "not_applicable"
+
+    def _fits_one_host(self) -> bool:
+        """Whether the layout, if there is one, needs no way between hosts."""
+        if self.layout is None:
+            return False
+        parallel = self.layout.parallel
+        return parallel.group_size <= parallel.ranks_per_host
 
 
 def worst(findings: list[Finding]) -> Level:

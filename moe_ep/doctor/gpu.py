@@ -216,18 +216,30 @@ def ipc(machine: Machine, wish: Wish) -> Iterator[Finding]:
     if facts.get("skipped"):
         yield Finding("gpu.ipc", "not_applicable", str(facts["skipped"]))
     elif facts["problems"]:
-        yield Finding(
-            "gpu.ipc",
-            "failure",
-            "; ".join(facts["problems"])[:400],
-            "ranks of one host map each other's memory",
-            "give the processes one IPC namespace (docker run --ipc=host ...) and one PID "
-            "namespace; turn MIG off; see gpu.p2p",
-        )
+        yield _no_ipc("; ".join(facts["problems"])[:400], machine.environment.get(env.MEMORY))
     else:
         yield Finding(
             "gpu.ipc", "ok", f"memory of {facts['tested']} GPUs written by a second process"
         )
+
+
+def _no_ipc(seen: str, memory: str | None) -> Finding:
+    """CUDA IPC is what backend cuda falls back on, unless MOE_EP_MEMORY chooses."""
+    fix = (
+        "give the processes one IPC namespace (docker run --ipc=host ...) and one PID namespace; "
+        "turn MIG off; see gpu.p2p"
+    )
+    if memory == "ipc":
+        why = f"with {env.MEMORY}=ipc ranks of one host share memory only by CUDA IPC"
+        fix = f"unset {env.MEMORY}, so that file descriptors are tried first; or {fix}"
+        return Finding("gpu.ipc", "failure", seen, why, fix)
+    second = (
+        f"with {env.MEMORY}=fd does not fall back on it"
+        if memory == "fd"
+        else "falls back on CUDA IPC"
+    )
+    why = f"backend cuda shares memory by file descriptors (not tested here) and {second}"
+    return Finding("gpu.ipc", "warning", seen, why, fix)
 
 
 def _no_table(name: str, command: str) -> Finding:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from moe_ep.doctor.finding import Finding, Wish
-from moe_ep.doctor.gpu import gpus
+from moe_ep.doctor.gpu import Gpu, gpus
 from moe_ep.doctor.machine import Machine
 from moe_ep.doctor.probe import Probe
 
@@ -86,7 +85,7 @@ def core(machine: Machine, wish: Wish) -> Iterator[Finding]:
         yield Finding("python.core", "ok", "moe_ep._C loads; it does not say for which GPUs")
         return
     numbers = _numbers(architectures)
-    seen = "moe_ep._C for " + " ".join(f"{major}.{minor}" for major, minor in numbers)
+    seen = f"moe_ep._C for {' '.join(architectures)}"
     lacking = sorted({gpu.capability for gpu in gpus(machine) if not _runs(numbers, gpu)})
     if lacking:
         names = " ".join(f"{major}.{minor}" for major, minor in lacking)
@@ -106,14 +105,14 @@ def _is_unfit(package: dict[str, Any]) -> bool:
     return package["version"] is None or package["fits"] is False
 
 
-def _numbers(architectures: str) -> list[tuple[int, int]]:
-    """ "80;90a" or "8.0 10.0" as (major, minor)."""
-    digits = (re.sub(r"\D", "", part) for part in re.split(r"[;, ]+", architectures))
-    return [(int(text[:-1]), int(text[-1])) for text in digits if len(text) > 1]
+def _numbers(architectures: list[str]) -> list[tuple[int, int]]:
+    """["9.0", "10.0"], as `_C.ARCHITECTURES`, in numbers that can be compared."""
+    parts = (name.split(".") for name in architectures)
+    return [(int(major), int(minor)) for major, minor in parts]
 
 
-def _runs(numbers: list[tuple[int, int]], gpu: Any) -> bool:
-    """Machine code of the same major version, or PTX of an older one, which the driver compiles."""
+def _runs(numbers: list[tuple[int, int]], gpu: Gpu) -> bool:
+    """Kernels run on GPUs of their architecture and, compiled anew by the driver, on later ones."""
     return any(number <= gpu.capability for number in numbers)
 
 

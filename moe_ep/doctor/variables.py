@@ -40,9 +40,9 @@ class Rule:
     check: Check
 
 
-def one_of(*values: str) -> Check:
+def one_of(*values: str, any_case: bool = True) -> Check:
     def check(value: str, machine: Machine, wish: Wish) -> Problem | None:
-        if value.lower() in values:
+        if (value.lower() if any_case else value) in values:
             return None
         return Problem("failure", "not a valid value", f"use one of: {', '.join(values)}")
 
@@ -215,8 +215,11 @@ _LEVEL = "it chooses the traffic class between hosts"
 _QUEUE = "requests a queue to an adapter can hold"
 
 RULES = {
-    "MOE_EP_BACKEND": Rule("it replaces the layout's backend", one_of(*_BACKENDS)),
-    "MOE_EP_MEMORY": Rule("how ranks of a host share memory", one_of("auto", "ipc", "fd")),
+    "MOE_EP_BACKEND": Rule("it replaces the layout's backend", one_of(*_BACKENDS, any_case=False)),
+    "MOE_EP_MEMORY": Rule(
+        "ranks of a host share memory by file descriptors (fd), else by CUDA IPC (ipc)",
+        one_of("auto", "fd", "ipc", any_case=False),
+    ),
     "MOE_EP_TIMEOUT_S": Rule("it bounds every wait for a peer", positive_seconds),
     "MOE_EP_LAYOUT": Rule("install() reads this layout", existing_file),
     "CUDA_VISIBLE_DEVICES": Rule("it chooses the GPUs a process sees", visible_devices),

@@ -28,10 +28,11 @@ def finding(report: dict, name: str) -> dict:
     return next(each for each in report["findings"] if each["id"] == name)
 
 
-def layout(folder: Path, backend: str, **dispatch: object) -> Path:
+def layout(folder: Path, backend: str, ranks_per_host: int = 8, **dispatch: object) -> Path:
+    """A layout file of 8 EP ranks."""
     lines = [
         "model: {hidden: 4096, num_experts: 8, top_k: 2}",
-        "parallel: {expert: 8}",
+        f"parallel: {{expert: 8, ranks_per_host: {ranks_per_host}}}",
         "tokens_per_rank: 128",
         f"backend: {backend}",
         f"dispatch: {json.dumps(dispatch)}",

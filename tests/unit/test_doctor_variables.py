@@ -43,6 +43,11 @@ VARIABLES = [
     ("GLOO_SOCKET_IFNAME=eth0", "h100_healthy", "ok", ""),
     ("GLOO_SOCKET_IFNAME=bond0", "h100_healthy", "failure", "eth0"),
     ("MOE_EP_BACKEND=gpu", "h100_healthy", "failure", "reference"),
+    ("MOE_EP_MEMORY=fd", "h100_healthy", "ok", ""),
+    ("MOE_EP_MEMORY=nvlink", "h100_healthy", "failure", "use one of: auto, fd, ipc"),
+    ("MOE_EP_MEMORY=IPC", "h100_healthy", "failure", "ipc"),
+    ("MOE_EP_BACKEND=CUDA", "h100_healthy", "failure", "cuda"),
+    ("NVSHMEM_REMOTE_TRANSPORT=IBRC", "h100_healthy", "ok", ""),
     ("MOE_EP_TIMEOUT_S=-1", "h100_healthy", "failure", ""),
     ("CUDA_LAUNCH_BLOCKING=1", "h100_healthy", "warning", ""),
 ]
