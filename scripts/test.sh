@@ -4,7 +4,7 @@
 #   bash scripts/test.sh tests/unit -k layout     a part
 # On a machine with a GPU: builds the CUDA core, runs its tests and benchmarks, writes the record
 # tests/gpu/record.json. It needs no network where python3 has torch, pydantic, pytest, pybind11.
-#   bash scripts/test.sh --gpu [--quick] [--only STEP,...] [--limit SECONDS] [--out FOLDER]
+#   bash scripts/test.sh --gpu [--quick] [--only STEP,...] [--tests PATH,...] [--limit SECONDS]
 #   bash scripts/test.sh --gpu --record-only REASON     notes that these sources were not run
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -74,6 +74,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="the first four benchmarks only")
     add("--only", default=",".join(STEPS), metavar="STEP[,...]", help=f"of {', '.join(STEPS)}")
+    add("--tests", metavar="PATH[,...]", help="of the tests only these; the record names them")
     add("--resume", action="store_true", help="keep benchmarks that an earlier call has finished")
     add("--limit", type=float, default=3600.0, help="seconds for everything (default: 3600)")
     add("--out", type=Path, metavar="FOLDER", help="where logs and the record are copied to")
@@ -196,12 +197,13 @@ class Run:
     def tests(self) -> None:
         file = WORK / "tests.xml"
         file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", TESTS, "-q", "--no-header"]
+        part = self.options.tests.split(",") if self.options.tests else None
+        command = [sys.executable, "-m", "pytest", *(part or [TESTS]), "-q", "--no-header"]
         command += ["--durations=8", "-p", "no:cacheprovider", f"--junitxml={file}"]
         self.state["tests"] = None
         self.step("tests", command, LIMITS_S["tests"])
         if file.exists():  # an interrupted run writes it too
-            self.state["tests"] = counts(file)
+            self.state["tests"] = counts(file) | ({"only": part} if part else {})
         self.save()
         print(f"tests: {self.state['tests']}", flush=True)
 

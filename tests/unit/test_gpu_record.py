@@ -130,7 +130,7 @@ def test_tests_and_benchmarks_are_recorded(
     monkeypatch.setattr(run_all, "COMMON", "--backend reference --tokens 8 --iterations 1")
     monkeypatch.setattr(run_all, "SHAPES", ((2, "--hidden 16"), (1, "--hidden 0")))
     options = argparse.Namespace(
-        only=["bench"], limit=300.0, quick=False, resume=False, out=tmp_path / "out"
+        only=["bench"], tests=None, limit=300.0, quick=False, resume=False, out=tmp_path / "out"
     )
     assert run_all.Run(options).all() == 1  # nothing says that these sources were built
     assert not record.FILE.exists()
@@ -149,7 +149,7 @@ def test_tests_and_benchmarks_are_recorded(
     assert "model.hidden: 0" in (tmp_path / "out" / "bench.log").read_text()
 
     options = argparse.Namespace(
-        only=["tests", "bench"], limit=300.0, quick=False, resume=True, out=None
+        only=["tests", "bench"], tests=None, limit=300.0, quick=False, resume=True, out=None
     )
     monkeypatch.setattr(run_all, "SHAPES", ((2, "--hidden 16"),))
     (tmp_path / "some_tests").mkdir()
@@ -162,3 +162,8 @@ def test_tests_and_benchmarks_are_recorded(
     assert again["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
     assert again["bench"] == [works], "a finished benchmark is kept"
     assert "1 of the GPU tests failed" in " ".join(record.problems(again, "s"))
+
+    options.tests = f"{tmp_path / 'some_tests' / 'test_some.py'}::test_a"
+    run_all.Run(options).all()
+    part = json.loads(record.FILE.read_text())["tests"]
+    assert part == {"passed": 1, "failed": 0, "skipped": 0, "only": [options.tests]}
