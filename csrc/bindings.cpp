@@ -5,6 +5,11 @@
 #include "runtime/communicator.h"
 
 namespace py = pybind11;
+
+namespace moe_ep {
+void bind_low_latency(py::module_& m);  // csrc/bindings_low_latency.cpp
+}
+
 using namespace moe_ep;  // NOLINT: this file only names what it binds
 
 namespace {
@@ -157,4 +162,5 @@ PYBIND11_MODULE(_C, m) {
   bind_records(m);
   bind_plan(m);
   bind_communicator(m);
+  bind_low_latency(m);
 }

@@ -1,4 +1,5 @@
-"""Buffer: the public interface of DeepEP V1 (v1.2.1), throughput mode, over our backends.
+"""Buffer: the public interface of DeepEP V1 (v1.2.1) over our backends. This file is throughput
+mode; `moe_ep.low_latency` has the rest.
 
 Names, arguments, shapes and the order of rows are those of `deep_ep.Buffer`
 (https://github.com/deepseek-ai/DeepEP); docs/deep_ep.md lists what differs. It runs on CPU tensors
@@ -20,8 +21,9 @@ from torch import Tensor
 from moe_ep import buffer_checks as checks
 from moe_ep import buffer_verbs as verbs
 from moe_ep.buffer_verbs import Handle, Rows
-from moe_ep.errors import BackendUnavailableError
 from moe_ep.events import CommStream, EventHandle, EventOverlap
+from moe_ep.low_latency import LowLatencyVerbs
+from moe_ep.low_latency_exchange import LowLatency
 from moe_ep.rank_exchange import RankExchange
 
 
@@ -50,7 +52,7 @@ class Config:
         return 0
 
 
-class Buffer:
+class Buffer(LowLatencyVerbs):
     """Expert-parallel dispatch and combine of one process group, with DeepEP's interface.
 
     Construction is collective, and so are `dispatch` and `combine`: all ranks call them in one
@@ -59,8 +61,10 @@ class Buffer:
 
     Args:
         group: process group of all expert-parallel ranks.
-        num_nvl_bytes, num_rdma_bytes: kept as attributes; they don't size anything.
-        low_latency_mode: not supported yet.
+        num_nvl_bytes, num_rdma_bytes: kept as attributes; without low-latency mode they don't size
+            anything.
+        low_latency_mode: the low_latency_ methods work too, in `num_rdma_bytes` of symmetric
+            memory, equal on all ranks: see `get_low_latency_rdma_size_hint`.
         explicitly_destroy: memory is freed by `destroy()` only, not when the object is dropped.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric,
             enable_shrink: accepted, without effect.
@@ -68,8 +72,7 @@ class Buffer:
 
     Raises:
         ValueError: no `group`.
-        BackendUnavailableError: `low_latency_mode`, or `MOE_EP_BACKEND` names a backend that cannot
-            run here.
+        BackendUnavailableError: `MOE_EP_BACKEND` names a backend that cannot run here.
         PeerTimeoutError: a rank did not come in time.
     """
 
@@ -93,11 +96,6 @@ class Buffer:
     ) -> None:
         if group is None:
             raise ValueError("Buffer needs group, a torch process group (comm= is not supported)")
-        if low_latency_mode:
-            raise BackendUnavailableError(
-                "Buffer(low_latency_mode=True): low-latency mode is not available in this version; "
-                "use dispatch and combine"
-            )
         self.group = group
         self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
@@ -105,6 +103,7 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._exchange = RankExchange(group)
+        self._low_latency = LowLatency(group, num_rdma_bytes) if low_latency_mode else None
         if not explicitly_destroy:
             self._exchange.destroy_when_dropped()
         self._comm = CommStream(self._exchange.device, always=True)
@@ -233,7 +232,8 @@ class Buffer:
             x: [T, H] bf16, fp16 or fp32; or (data [T, H] float8_e4m3fn, scales [T, S] or [T], fp32
                 or int32, of any strides). A row is a multiple of 16 bytes.
             handle: of an earlier dispatch, to repeat its routing; nothing else describes the
-                routing then, and nothing but rows travels.
+                routing then, and nothing but rows travels. x has the dtype (and as many scales)
+                of that dispatch; or, where it was FP8, bf16 on all ranks.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from
                 `get_dispatch_layout`; needed without a handle. num_tokens_per_rdma_rank: unused.
             topk_idx: [T, K] int64 or int32. topk_weights: [T, K] fp32. Both or neither; neither
@@ -241,7 +241,8 @@ class Buffer:
             expert_alignment: rounds up the counts in num_recv_tokens_per_expert_list.
             num_worst_tokens: rows of the results whatever the routing (T * R is always enough).
                 The host doesn't wait, so that a CUDA graph can capture it, once a dispatch of the
-                same shapes has run eagerly. Rows left over are zero and have no experts.
+                same shapes has run eagerly. Rows left over are zero and have no experts. Equal on
+                all ranks.
             config: of num_sms; None: `get_dispatch_config`.
             previous_event: the operation starts after it instead of after all work queued so far.
             async_finish: the current stream doesn't wait for the end; wait for the event.
@@ -260,12 +261,17 @@ class Buffer:
 
         Raises:
             TypeError, ValueError: bad input on this rank. Its peers get a PeerError, and all can go
-                on; beside a handle, and with num_worst_tokens, on backend cuda they get it at a
-                later call and the Buffer stops.
+                on. Beside a handle, and with num_worst_tokens, on backend cuda they get it at a
+                later call (so does this rank, of bad expert ids), and what moved these rows stops:
+                docs/deep_ep.md tells what else goes on.
+            OrderError: the handle is of a Buffer of another group; PeerError or PeerTimeoutError
+                on the peers, who wait for rows, and what moved them stops.
             LayoutMismatchError: ranks send rows of different shapes or dtypes (on all ranks).
             CapacityError: more than num_worst_tokens rows for some rank (on all ranks; on backend
-                cuda at a later call).
-            PeerTimeoutError, OrderError: a peer did not come in time, or is in another operation.
+                cuda at a later call, and what moved these rows stops).
+            PeerTimeoutError: a peer did not come in time; or, with num_worst_tokens, sends rows of
+                another shape or dtype.
+            OrderError: a peer is in another operation.
         """
         routing = {
             "num_tokens_per_rank": num_tokens_per_rank,
@@ -275,9 +281,9 @@ class Buffer:
             "topk_weights": topk_weights,
         }
         options = {"alignment": expert_alignment, "num_worst_tokens": num_worst_tokens}
-        config = config or self.get_dispatch_config(self.group_size)
+        num_sms = self.get_dispatch_config(self.group_size).num_sms
         output, event = self._comm.run(
-            lambda: verbs.dispatch(self._exchange, x, handle, routing, config.num_sms, **options),
+            lambda: verbs.dispatch(self._exchange, x, handle, routing, config, num_sms, **options),
             (x, *routing.values()),
             previous_event=previous_event,
             async_finish=async_finish,
@@ -299,8 +305,7 @@ class Buffer:
         """Returns rank rows to their tokens and adds them up, without weights.
 
         Args:
-            x: [N, H] bf16, fp16 or fp32, in the order of the dispatch; at most as wide as the
-                dispatched rows, or 16 bits.
+            x: [N, H] in the order of the dispatch and in its dtype, bf16 where that was FP8.
             handle: of that dispatch.
             topk_weights: [N, K] fp32, added up likewise.
             bias: one or two [T, H] in the dtype of x, added to the sums in fp32.
@@ -312,12 +317,13 @@ class Buffer:
 
         Raises:
             TypeError, ValueError, OrderError: bad input on this rank. Its peers get a PeerError, on
-                backend cuda at a later call, and the Buffer stops.
+                backend cuda at a later call, and there what moved these rows stops. Peers of a
+                handle that is of no dispatch of this group: see `dispatch`.
             PeerTimeoutError: a peer did not come in time.
         """
-        config = config or self.get_combine_config(self.group_size)
+        num_sms = self.get_combine_config(self.group_size).num_sms
         output, event = self._comm.run(
-            lambda: verbs.combine(self._exchange, x, handle, topk_weights, bias, config.num_sms),
+            lambda: verbs.combine(self._exchange, x, handle, topk_weights, bias, config, num_sms),
             (x, topk_weights, bias),
             previous_event=previous_event,
             async_finish=async_finish,
@@ -327,4 +333,6 @@ class Buffer:
     def destroy(self) -> None:
         """Frees everything, handles included. Idempotent; does not wait for a dead peer."""
         self._local.clear()
+        if self._low_latency is not None:
+            self._low_latency.destroy()
         self._exchange.destroy()

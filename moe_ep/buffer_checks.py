@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,25 @@ from moe_ep.rank_rows import (
 
 _SUM_DTYPES = ROW_DTYPES[:3]
 _INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+def integer(name: str, value: Any, minimum: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is a {type(value).__name__}, not an int") from None
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name}={number}; it must be at least {minimum}")
+    return number
+
+
+def num_sms(config: Any, default: int) -> int:
+    """Of a Config; `default` for None."""
+    if config is None:
+        return default
+    if not hasattr(config, "num_sms"):
+        raise TypeError(f"config is a {type(config).__name__}; it must be a Config or None")
+    return integer("config.num_sms", config.num_sms, 1)
 
 
 def split_x(x: Any) -> tuple[Any, Any]:
@@ -120,35 +140,47 @@ def check_topk_weights(
     _check_shape("topk_weights", weights, (num_rows, num_topk or weights.shape[1]))
 
 
-def check_again(
-    x: Tensor, scales: Tensor | None, form: RowFormat, num_tokens: int, row_bytes: int
-) -> RowFormat:
-    """What a dispatch with a handle sends: rows of the handle's width, without experts.
+def check_again(x: Tensor, scales: Tensor | None, form: RowFormat, num_tokens: int) -> RowFormat:
+    """What a dispatch with a handle sends: the handle's rows without experts, or sums' gradients.
+
+    Ranks compared what they send when the handle was made; only what follows from the handle is
+    still equal on all of them.
 
     Args:
-        form: of the handle's dispatch. row_bytes: the widest row there is room for.
+        form: of the handle's dispatch.
     """
     _check_shape("x", x, (num_tokens, form.hidden))
-    if x.shape[1] * x.element_size() > row_bytes:
-        raise TypeError(f"x is {x.dtype}; the dispatch of {form.dtype} made room for narrower rows")
+    if x.dtype not in (form.dtype, sum_dtype(form)):
+        raise TypeError(_other_dtype(x, form, form.dtype))
     num_scales = 0 if scales is None else scales_as_rows(scales).shape[1]
-    check_words(num_scales, row_bytes)
+    if scales is not None and num_scales != form.num_scales:
+        raise ValueError(
+            f"{num_scales} scales a row; the handle's dispatch had {form.num_scales}, and so must "
+            "this one"
+        )
     return replace(form, dtype=x.dtype, num_topk=0, num_scales=num_scales)
 
 
-def check_sums(
-    x: Any, form: RowFormat, num_rows: int, row_bytes: int, device: torch.device | None
-) -> None:
+def check_sums(x: Any, form: RowFormat, num_rows: int, device: torch.device | None) -> None:
     _check_tensor("x", x, _SUM_DTYPES, 2, device)
     _check_shape("x", x, (num_rows, form.hidden))
-    if x.shape[1] * x.element_size() > row_bytes:
-        raise TypeError(f"x is {x.dtype}; the dispatch of {form.dtype} made room for narrower rows")
+    if x.dtype != sum_dtype(form):
+        raise TypeError(_other_dtype(x, form, sum_dtype(form)))
+
+
+def sum_dtype(form: RowFormat) -> torch.dtype:
+    """Of the rows that go back to their tokens: that of the dispatch, bf16 for FP8."""
+    return torch.bfloat16 if form.dtype == torch.float8_e4m3fn else form.dtype
+
+
+def _other_dtype(x: Tensor, form: RowFormat, wanted: torch.dtype) -> str:
+    return f"x is {x.dtype}; with a handle of a dispatch of {form.dtype} it must be {wanted}"
 
 
 def check_words(num_words: int, row_bytes: int) -> None:
     if num_words * WORD_BYTES > row_bytes:
         raise ValueError(
-            f"{num_words} scales or weights a row; the handle's dispatch made room for "
+            f"{num_words} weights a row; the handle's dispatch made room for "
             f"{row_bytes // WORD_BYTES}"
         )
 

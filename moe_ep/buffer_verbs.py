@@ -73,68 +73,84 @@ def dispatch(
     x: Any,
     handle: Any,
     routing: dict[str, Any],
+    config: Any,
     num_sms: int,
     *,
-    alignment: int,
-    num_worst_tokens: int,
+    alignment: Any,
+    num_worst_tokens: Any,
 ) -> DispatchOutput:
-    """routing: the arguments of `Buffer.dispatch` that describe it, by name."""
+    """What a user gave is checked here, so that peers can be told.
+
+    Args:
+        routing: the arguments of `Buffer.dispatch` that describe it, by name.
+        num_sms: where config is None.
+    """
     if handle is not None:
-        return _dispatch_again(exchange, x, handle, routing, num_sms)
-    return _dispatch_new(exchange, x, routing, num_sms, alignment, num_worst_tokens)
+        return _dispatch_again(exchange, x, handle, routing, config, num_sms)
+    return _dispatch_new(exchange, x, routing, config, num_sms, alignment, num_worst_tokens)
 
 
 def _dispatch_new(
     exchange: RankExchange,
     x: Any,
     routing: dict[str, Any],
+    config: Any,
     num_sms: int,
-    alignment: int,
-    num_worst_tokens: int,
+    alignment: Any,
+    num_worst_tokens: Any,
 ) -> DispatchOutput:
     size = exchange.size
     call = exchange.call("dispatch")
+    num_worst = 0
     try:
-        if alignment < 1:
-            raise ValueError(f"expert_alignment={alignment}; it must be at least 1")
+        num_worst = checks.integer("num_worst_tokens", num_worst_tokens)
+        num_sms = checks.num_sms(config, num_sms)
+        alignment = checks.integer("expert_alignment", alignment, 1)
         data, scales = checks.split_x(x)
         checks.check_payload(data, scales, exchange.device)
-        form = checks.check_routing(data, scales, routing, num_worst_tokens, size, exchange.device)
+        form = checks.check_routing(data, scales, routing, num_worst, size, exchange.device)
         load = _Load(data, scales, routing["topk_idx"], routing["topk_weights"])
         outgoing = Outgoing(
             form,
-            num_worst_tokens,
+            num_worst,
             data.shape[0],
             destination_slots(routing["is_token_in_rank"], form.num_slots(size)),
+            routing["is_token_in_rank"],
             load.topk_idx,
             routing["num_tokens_per_rank"],
             routing["num_tokens_per_expert"],
         )
     except (TypeError, ValueError) as error:
-        outgoing = Outgoing(num_worst_tokens=num_worst_tokens, error=error)
+        outgoing = Outgoing(num_worst_tokens=num_worst, error=error)
     plan, headers = exchange.plan(outgoing, call, num_sms)
     recv_x, meta = _send(plan, plan.format, load, call, num_sms)
     recv_idx, recv_weights = None, None
     if meta is not None and load.topk_idx is not None:
         recv_idx, recv_weights = unpack_topk(form, meta, exchange.rank, size, load.topk_idx.dtype)
-    if headers is None or num_worst_tokens:
+    if headers is None or num_worst:
         return recv_x, recv_idx, recv_weights, [], Handle(None, plan)
     counts = headers.received_per_expert(form.num_experts // size, alignment)
     return recv_x, recv_idx, recv_weights, counts, Handle(headers.rank_prefix_matrix(), plan)
 
 
 def _dispatch_again(
-    exchange: RankExchange, x: Any, handle: Any, routing: dict[str, Any], num_sms: int
+    exchange: RankExchange,
+    x: Any,
+    handle: Any,
+    routing: dict[str, Any],
+    config: Any,
+    num_sms: int,
 ) -> DispatchOutput:
     plan, call = _start(exchange, handle, "dispatch.rows")
     form, device = plan.format, plan.owner.device
     try:
+        num_sms = checks.num_sms(config, num_sms)
         given = [name for name in ("topk_idx", "topk_weights") if routing[name] is not None]
         if given:
             raise ValueError(f"dispatch with a handle takes no {' and '.join(given)}")
         data, scales = checks.split_x(x)
         checks.check_payload(data, scales, device)
-        form = checks.check_again(data, scales, form, plan.num_tokens, plan.row_bytes)
+        form = checks.check_again(data, scales, form, plan.num_tokens)
         load = _Load(data, scales)
     except (TypeError, ValueError) as error:
         # Peers expect this rank's rows: they get zeros, and the error beside them.
@@ -145,22 +161,28 @@ def _dispatch_again(
 
 
 def combine(
-    exchange: RankExchange, x: Any, handle: Any, topk_weights: Any, bias: Any, num_sms: int
+    exchange: RankExchange,
+    x: Any,
+    handle: Any,
+    topk_weights: Any,
+    bias: Any,
+    config: Any,
+    num_sms: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums of the rank rows of each token, and of their weights."""
+    """Sums of the rank rows of each token, and of their weights. num_sms: as for `dispatch`."""
     plan, call = _start(exchange, handle, "combine.rows")
     form, device = plan.format, plan.owner.device
     biases: list[Tensor] = []
     try:
-        checks.check_sums(x, form, plan.num_rows, plan.row_bytes, device)
+        num_sms = checks.num_sms(config, num_sms)
+        checks.check_sums(x, form, plan.num_rows, device)
         biases = checks.check_bias(bias, plan.num_tokens, x, device)
         if topk_weights is not None:
             checks.check_topk_weights(topk_weights, plan.num_rows, device)
             checks.check_words(topk_weights.shape[1], plan.row_bytes)
     except (TypeError, ValueError) as error:
         call.error = error
-        dtype = torch.bfloat16 if form.dtype.itemsize == 1 else form.dtype
-        x = torch.zeros(plan.num_rows, form.hidden, dtype=dtype, device=device)
+        x = torch.zeros(plan.num_rows, form.hidden, dtype=checks.sum_dtype(form), device=device)
     out = plan.owner.combine(plan, x, call, num_sms)
     if biases:
         wide = out.float()

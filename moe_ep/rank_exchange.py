@@ -9,7 +9,8 @@ wide they are, and again for wider ones; plans keep the backend that made them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from moe_ep import backends, env
 from moe_ep.backends.base import Backend, Call, Plan
-from moe_ep.errors import BrokenError
+from moe_ep.errors import BrokenError, PeerTimeoutError
 from moe_ep.handshake import handshake
 from moe_ep.layout import EPLayout, Timeouts
 from moe_ep.rank_rows import (
@@ -28,6 +29,7 @@ from moe_ep.rank_rows import (
     Headers,
     Outgoing,
     RowFormat,
+    bad_routing,
     pack_header,
     round_up,
 )
@@ -107,9 +109,11 @@ class RankExchange:
         """Where every row goes, and the headers that led to it.
 
         Rows of static number whose format is known need no headers, and the host does not wait.
+        Ranks that differ in what is static or known then wait for different things.
 
         Raises:
             As `Headers.check`, on all ranks; CapacityError: more rows than `num_worst_tokens`.
+            PeerTimeoutError: a peer did not come, or (rows of static number) sends other rows.
         """
         rows = self._rows.get(outgoing.num_worst_tokens > 0)
         if rows is not None and self._is_agreed(rows, outgoing):
@@ -135,17 +139,27 @@ class RankExchange:
     def dispatch(self, to: RankPlan, rows: Tensor, call: Call, num_sms: int) -> Tensor:
         """Row t of `rows` [T, W] to every destination of token t: [N, W]."""
         to.backend.num_sms = num_sms
-        return to.backend.dispatch(to.plan, rows, None, call).rows
+        with self._explained(to.format, call):
+            return to.backend.dispatch(to.plan, rows, None, call).rows
 
     def combine(self, to: RankPlan, rows: Tensor, call: Call, num_sms: int) -> Tensor:
         """The sum of each token's rows [N, W], in rank order and fp32: [T, W]."""
         to.backend.num_sms = num_sms
-        return to.backend.combine(to.plan, rows, call)[0]
+        with self._explained(to.format, call):
+            return to.backend.combine(to.plan, rows, call)[0]
 
     def refuse(self, call: Call) -> NoReturn:
-        """Tells the peers of `call.error` where there is no plan to exchange rows with."""
+        """Tells the peers of `call.error` where there is no plan to exchange rows with.
+
+        They wait in the backend of their handle, which is not known here. It is most often the
+        latest for dynamic rows; peers in another one get a PeerTimeoutError.
+        """
         rows = self._rows.get(False) or self._rows.get(True)
-        (self._control if rows is None else rows.backend).refuse(call)
+        assert call.error is not None
+        try:
+            (self._control if rows is None else rows.backend).refuse(call)
+        except PeerTimeoutError as error:  # what follows from the mistake is no news to this rank
+            raise call.error from error
 
     def destroy(self) -> None:
         """Frees everything, plans included. Idempotent; does not wait for a dead peer."""
@@ -197,9 +211,12 @@ class RankExchange:
 
     def _is_agreed(self, rows: _RowBackend, outgoing: Outgoing) -> bool:
         form = outgoing.format
-        if form is None:  # the peers, who are not told of bad input first, go straight to `prepare`
-            return outgoing.num_worst_tokens > 0 and bool(rows.agreed)
-        return form in rows.agreed
+        if form is not None:
+            return form in rows.agreed
+        # Bad input. The peers, who are not told first, go straight to `prepare` if they know their
+        # format; whether they do can only be told from the number of rows.
+        known = {agreed.num_worst_tokens for agreed in rows.agreed}
+        return outgoing.num_worst_tokens in known
 
     def _prepare(self, rows: _RowBackend, outgoing: Outgoing, call: Call, num_sms: int) -> RankPlan:
         capacity = outgoing.num_worst_tokens or None
@@ -211,10 +228,41 @@ class RankExchange:
                 "first such dispatch; raise num_worst_tokens"
             )
         rows.backend.num_sms = num_sms
-        slots = outgoing.slots if call.error is None else None
-        plan, form = rows.backend.prepare(slots, call, capacity), outgoing.format
+        form, slots = outgoing.format, None
+        if call.error is None and capacity is not None:
+            slots = self._checked_slots(rows.backend, outgoing, call)
+        elif call.error is None:
+            slots = outgoing.slots  # headers have told whether they are good
+        with self._explained(form, call):
+            plan = rows.backend.prepare(slots, call, capacity)
         assert form is not None
         return RankPlan(self, rows.backend, plan, form, rows.row_bytes)
+
+    def _checked_slots(self, backend: Backend, outgoing: Outgoing, call: Call) -> Tensor | None:
+        """The slots of a dispatch without headers. Bad routing becomes a bad slot where the backend
+        reports those, which spares the host a wait, and `call.error` elsewhere."""
+        form, slots, bad = outgoing.format, outgoing.slots, outgoing.bad_tokens()
+        assert form is not None and slots is not None
+        if backend.checks_indices:
+            return torch.where(bad.unsqueeze(1), self.size, slots)
+        if not bad.any():
+            return slots
+        call.error = ValueError(bad_routing(form, self.size))
+        return None
+
+    @contextmanager
+    def _explained(self, form: RowFormat | None, call: Call) -> Iterator[None]:
+        """Says in terms of the Buffer's arguments what a backend says of bad slots, be it at a
+        later call."""
+        try:
+            yield
+        except ValueError as error:
+            if error is call.error or form is None or not form.num_worst_tokens:
+                raise
+            raise ValueError(
+                f"rank {self.rank}: bad input, found at {call.phase}, operation "
+                f"{call.operation}: {bad_routing(form, self.size)}"
+            ) from error
 
     def _prepare_early(self, outgoing: Outgoing, call: Call, num_sms: int) -> Plan | None:
         """Starts the exchange of counts before the headers are read: they mostly agree.

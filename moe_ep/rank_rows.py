@@ -26,9 +26,10 @@ ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 META_UNIT = ROW_MULTIPLE_BYTES // WORD_BYTES
 # Words of a header: magic, operation, the format, then these.
 _MAGIC = 0x6D6F6521
-_FORMAT, _NUM_EXPERTS = 2, 6
+_FORMAT, _NUM_TOPK, _NUM_EXPERTS = 2, 4, 6
 _NUM_TOKENS, _LOW_ID, _HIGH_ID, _TO_YOU = 8, 9, 10, 11
-_TEXT, _TEXT_WORDS = 12, 116
+_MOST_RANKS = 12
+_TEXT, _TEXT_WORDS = 13, 115
 _COUNTS = _TEXT + _TEXT_WORDS
 HEADER_WORDS = _COUNTS + MAX_EXPERTS
 
@@ -78,10 +79,28 @@ class Outgoing:
     num_worst_tokens: int = 0
     num_tokens: int = 0
     slots: Tensor | None = None  # [T, min(K, R)] destination ranks, -1 unused
+    in_rank: Tensor | None = None  # [T, R] bool: what `slots` were made of
     topk_idx: Tensor | None = None  # [T, K]
     tokens_per_rank: Tensor | None = None  # [R]
     tokens_per_expert: Tensor | None = None  # [E]
     error: Exception | None = None
+
+    def bad_tokens(self) -> Tensor:
+        """[T] bool: tokens whose routing is what `bad_routing` says. Needs topk_idx. Does not wait
+        for the device."""
+        form, idx, in_rank = self.format, self.topk_idx, self.in_rank
+        assert form is not None and idx is not None and in_rank is not None
+        bad = (idx.clamp(-1, form.num_experts - 1) != idx).any(1)
+        num_slots, num_ranks = form.num_slots(in_rank.shape[1]), in_rank.shape[1]
+        return bad if num_slots == num_ranks else bad | (in_rank.sum(1) > num_slots)
+
+
+def bad_routing(form: RowFormat, num_ranks: int) -> str:
+    return (
+        f"topk_idx holds ids that are neither -1 nor below num_experts={form.num_experts}, or "
+        f"is_token_in_rank has more than {form.num_slots(num_ranks)} ranks for a token, which "
+        "top-k and the ranks allow; take it from get_dispatch_layout"
+    )
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -89,7 +108,10 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def destination_slots(is_token_in_rank: Tensor, num_slots: int) -> Tensor:
-    """[T, R] bool to [T, num_slots] int64: the ranks of each token, ascending; -1 unused."""
+    """[T, R] bool to [T, num_slots] int64: the ranks of each token, ascending; -1 unused.
+
+    Ranks beyond num_slots are left out: whoever sends has to report such tokens.
+    """
     num_ranks = is_token_in_rank.shape[1]
     ranks = torch.arange(num_ranks, device=is_token_in_rank.device)
     if num_slots == num_ranks:
@@ -155,11 +177,14 @@ def pack_header(outgoing: Outgoing, operation: int, num_ranks: int, device: torc
     form, topk_idx = outgoing.format, outgoing.topk_idx
     if form is None:
         return words.view(torch.float32)
+    assert outgoing.in_rank is not None
     assert outgoing.tokens_per_rank is not None and outgoing.tokens_per_expert is not None
     if topk_idx is not None and topk_idx.numel():
         low, high = torch.aminmax(topk_idx)
         words[:, _LOW_ID] = low.clamp(min=-2)
         words[:, _HIGH_ID] = high.clamp(max=form.num_experts)
+    if form.num_slots(num_ranks) < num_ranks and outgoing.num_tokens:
+        words[:, _MOST_RANKS] = outgoing.in_rank.sum(1).max()
     words[:, _TO_YOU] = outgoing.tokens_per_rank
     local = form.num_experts // num_ranks
     words[:, _COUNTS : _COUNTS + local] = outgoing.tokens_per_expert.view(num_ranks, local)
@@ -189,11 +214,9 @@ class Headers:
         if outgoing.error is not None:
             raise outgoing.error
         for peer, row in enumerate(rows):
-            problem, num_experts = self._text(peer), row[_NUM_EXPERTS]
-            if row[_LOW_ID] < -1 or row[_HIGH_ID] >= num_experts > 0:
-                problem = f"topk_idx holds ids that are neither -1 nor below {num_experts=}"
-                if peer == self.rank:
-                    raise ValueError(f"{here}: {problem}")
+            problem = self._text(peer) or _problem(row, len(rows))
+            if problem and peer == self.rank:
+                raise ValueError(f"{here}: {problem}")
             if problem:
                 raise PeerError(f"{here}: rank {peer} gave bad input: {problem}")
         names = [field.name for field in fields(RowFormat)]
@@ -242,6 +265,19 @@ def _facts(outgoing: Outgoing, operation: int) -> Tensor:
         data = bytearray(text[:size].ljust(size, b"\0"))
         words[_TEXT : _TEXT + _TEXT_WORDS] = torch.frombuffer(data, dtype=torch.int32)
     return words
+
+
+def _problem(row: list[int], num_ranks: int) -> str:
+    """What is wrong with the routing that a header tells of; empty if nothing is."""
+    num_experts, num_topk, most_ranks = row[_NUM_EXPERTS], row[_NUM_TOPK], row[_MOST_RANKS]
+    if row[_LOW_ID] < -1 or row[_HIGH_ID] >= num_experts > 0:
+        return f"topk_idx holds ids that are neither -1 nor below {num_experts=}"
+    if most_ranks > min(num_topk, num_ranks) > 0:
+        return (
+            f"is_token_in_rank has {most_ranks} ranks for a token of {num_topk} experts; take it "
+            "from get_dispatch_layout"
+        )
+    return ""
 
 
 def _to_device(words: Tensor, device: torch.device) -> Tensor:

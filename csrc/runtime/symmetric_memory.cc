@@ -18,11 +18,15 @@ std::string describe(cudaError_t error) {
 }  // namespace
 
 SymmetricMemory::SymmetricMemory(int device, int rank, const SymmetricShape& shape, MemoryKind kind)
+    : SymmetricMemory(device, rank, shape, symmetric_layout(shape), kind) {}
+
+SymmetricMemory::SymmetricMemory(int device, int rank, const SymmetricShape& shape,
+                                 const SymmetricLayout& layout, MemoryKind kind)
     : device_(device),
       rank_(rank),
       shape_(shape),
       kind_(kind),
-      layout_(symmetric_layout(shape)),
+      layout_(layout),
       blocks_(shape.num_ranks) {
   check_cuda(cudaSetDevice(device_), "cudaSetDevice");
   try {

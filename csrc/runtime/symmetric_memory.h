@@ -16,6 +16,9 @@ namespace moe_ep {
 class SymmetricMemory {
  public:
   SymmetricMemory(int device, int rank, const SymmetricShape& shape, MemoryKind kind);
+  // With a layout of the caller's: signals first, all before `rank_rows` starts at zero.
+  SymmetricMemory(int device, int rank, const SymmetricShape& shape, const SymmetricLayout& layout,
+                  MemoryKind kind);
   ~SymmetricMemory();
   SymmetricMemory(const SymmetricMemory&) = delete;
   SymmetricMemory& operator=(const SymmetricMemory&) = delete;

@@ -135,6 +135,8 @@ class CudaBackend:
         self._memory.connect(
             layout.tokens_per_rank or _SMALLEST_TOKENS, Call(0, "setup", layout.timeouts.first_s)
         )
+        # Kernels wait for each other: those of all ranks on one GPU must fit on it together.
+        self._max_sms = max(self._max_sms // self._memory.ranks_on_gpu, 1)
 
     # -- verbs ------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ class SharedMemory:
         self._channel, self._device = channel, device
         self._rank, self._size = channel.rank, channel.size
         self.kind: str | None = None  # "ipc" or "fd", once memory is set up
+        self.ranks_on_gpu = 1  # of the group, on this rank's GPU
         self.max_tokens = 0  # of any rank, that there is room for
 
     def connect(self, max_tokens: int, call: Call) -> None:
@@ -132,6 +133,7 @@ class SharedMemory:
                     f"rank {rank}; give all ranks the same"
                 )
         gpus = [answer["gpu"] for answer in answers]
+        self.ranks_on_gpu = gpus.count(mine["gpu"])
         if len(set(gpus)) > 1:
             reason = self._agree(
                 "access the GPU of",

@@ -6,6 +6,8 @@ tokens, without any communication and without the library.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -330,3 +332,11 @@ def check_cases(rank: int, cases: list[Case], device: str = "cpu") -> None:
         except Exception as error:
             raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
     buffer.destroy()
+
+
+def in_environment(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function on the CPU; the fork server keeps the environment that it was started with,
+    so the rank itself sets what the Buffer reads."""
+    os.environ["MOE_EP_BACKEND"] = "reference"
+    os.environ["MOE_EP_TIMEOUT_S"] = "20"
+    return function(rank, *args)

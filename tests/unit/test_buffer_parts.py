@@ -105,8 +105,8 @@ def _headers(*outgoing: Outgoing, rank: int = 0, operations: tuple[int, ...] = (
 
 def _outgoing(ids: list[list[int]], form: RowFormat = FORM) -> Outgoing:
     idx = torch.tensor(ids)
-    per_rank, per_expert, _ = count(idx, form.num_experts, 2)
-    return Outgoing(form, 0, len(ids), None, idx, per_rank, per_expert)
+    per_rank, per_expert, in_rank = count(idx, form.num_experts, 2)
+    return Outgoing(form, 0, len(ids), None, in_rank, idx, per_rank, per_expert)
 
 
 def test_headers_tell_what_arrives() -> None:
@@ -134,6 +134,30 @@ def test_headers_find_bad_ids(wrong: int) -> None:
         _headers(good, bad, rank=1).check(bad)
     with pytest.raises(PeerError, match=r"rank 1 gave bad input.*num_experts=4"):
         _headers(good, bad, rank=0).check(good)
+
+
+def test_headers_find_tokens_of_more_ranks_than_experts() -> None:
+    form = RowFormat(128, torch.bfloat16, 1, 0, 4, 0)
+    good, bad = _outgoing([[0], [3]], form), _outgoing([[0], [3]], form)
+    assert bad.in_rank is not None
+    bad.in_rank[1] = True
+    assert good.bad_tokens().tolist() == [False, False]
+    assert bad.bad_tokens().tolist() == [False, True]
+    _headers(good, good).check(good)
+    with pytest.raises(ValueError, match="is_token_in_rank has 2 ranks for a token of 1 experts"):
+        _headers(good, bad, rank=1).check(bad)
+    with pytest.raises(PeerError, match="rank 1 gave bad input: is_token_in_rank has 2"):
+        _headers(good, bad, rank=0).check(good)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tokens_with_bad_ids(dtype: torch.dtype) -> None:
+    idx = torch.tensor([[0, 3], [-1, -1], [4, 0], [1, -2]], dtype=dtype)
+    in_rank = torch.zeros(4, 2, dtype=torch.bool)
+    outgoing = Outgoing(FORM, 8, 4, None, in_rank, idx)
+    assert outgoing.bad_tokens().tolist() == [False, False, True, True]
+    none = Outgoing(FORM, 8, 0, None, in_rank[:0], idx[:0])
+    assert none.bad_tokens().shape == (0,)
 
 
 def test_headers_find_ranks_that_differ() -> None:

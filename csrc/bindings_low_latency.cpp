@@ -1,0 +1,63 @@
+// The part of moe_ep._C that is low-latency mode.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "runtime/low_latency.h"
+
+namespace py = pybind11;
+
+namespace moe_ep {
+
+void bind_low_latency(py::module_& m) {
+  py::class_<LowLatencyShape>(m, "LowLatencyShape")
+      .def(py::init([](int num_ranks, int num_experts, int num_slots, int hidden, int max_tokens) {
+             return LowLatencyShape{num_ranks, num_experts, num_slots, hidden, max_tokens};
+           }),
+           py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_slots"), py::arg("hidden"),
+           py::arg("max_tokens"));
+  using Dispatch = LowLatencyDispatchTensors;
+  py::class_<Dispatch>(m, "LowLatencyDispatchTensors")
+      .def(py::init<>())
+      .def_readwrite("x", &Dispatch::x)
+      .def_readwrite("topk_idx", &Dispatch::topk_idx)
+      .def_readwrite("rows", &Dispatch::rows)
+      .def_readwrite("scales", &Dispatch::scales)
+      .def_readwrite("recv_count", &Dispatch::recv_count)
+      .def_readwrite("src_info", &Dispatch::src_info)
+      .def_readwrite("slots", &Dispatch::slots)
+      .def_readwrite("layout_range", &Dispatch::layout_range)
+      .def_readwrite("expert_stats", &Dispatch::expert_stats)
+      .def_readwrite("waiting_stats", &Dispatch::waiting_stats)
+      .def_readwrite("ticket", &Dispatch::ticket)
+      .def_readwrite("topk_is_64_bit", &Dispatch::topk_is_64_bit)
+      .def_readwrite("num_tokens", &Dispatch::num_tokens)
+      .def_readwrite("fp8", &Dispatch::fp8)
+      .def_readwrite("pack_scales", &Dispatch::pack_scales);
+  using Combine = LowLatencyCombineTensors;
+  py::class_<Combine>(m, "LowLatencyCombineTensors")
+      .def(py::init<>())
+      .def_readwrite("x", &Combine::x)
+      .def_readwrite("slots", &Combine::slots)
+      .def_readwrite("layout_range", &Combine::layout_range)
+      .def_readwrite("topk_idx", &Combine::topk_idx)
+      .def_readwrite("topk_weights", &Combine::topk_weights)
+      .def_readwrite("out", &Combine::out)
+      .def_readwrite("waiting_stats", &Combine::waiting_stats)
+      .def_readwrite("ticket", &Combine::ticket)
+      .def_readwrite("topk_is_64_bit", &Combine::topk_is_64_bit)
+      .def_readwrite("num_tokens", &Combine::num_tokens);
+  py::class_<LowLatency>(m, "LowLatency")
+      .def(py::init<int, int, int>(), py::arg("device"), py::arg("rank"), py::arg("num_ranks"))
+      .def("allocate", &LowLatency::allocate, py::return_value_policy::reference_internal)
+      .def("release_memory", &LowLatency::release_memory)
+      .def("memory", &LowLatency::memory, py::return_value_policy::reference_internal)
+      .def("send_dispatch", &LowLatency::send_dispatch)
+      .def("receive_dispatch", &LowLatency::receive_dispatch)
+      .def("send_combine", &LowLatency::send_combine)
+      .def("receive_combine", &LowLatency::receive_combine)
+      .def("is_quiet", &LowLatency::is_quiet)
+      .def("fault", &LowLatency::fault)
+      .def("bad_peer", &LowLatency::bad_peer);
+}
+
+}  // namespace moe_ep

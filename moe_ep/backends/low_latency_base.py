@@ -1,0 +1,171 @@
+"""What a backend of low-latency mode is: two verbs, each in two halves.
+
+The first half sends and never waits for a peer's data. The second, returned as a function, receives
+and fills tensors that exist since the first. Every rank does all operations in the same order.
+
+Legend of shapes: T tokens of this rank, Tmax of any rank at most, H hidden, K top-k, R ranks,
+E experts, L = E/R local experts, N = R*Tmax rows that a local expert can get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_ep.backends.base import Call
+from moe_ep.layout import FP8_BLOCK
+
+MAX_SLOTS = 32
+MAX_EXPERTS = 2048
+MAX_TOKENS = (1 << 23) - 1
+SCALES_PER_WORD = 4
+ROW_ALIGNMENT = 16  # bytes: what a kernel moves at a time
+_ROW_BYTES_PER_COLUMN = 2
+_MARK_BYTES, _ALIGN = 4096, 256
+_WORD_BYTES, _SLOT_BYTES, _MAX_RANKS = 8, 4, 64
+
+Receive = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What ranks must agree on before they exchange rows."""
+
+    max_tokens: int  # Tmax
+    hidden: int
+    num_experts: int
+    num_slots: int  # K
+    fp8: bool
+
+    def num_rows(self, num_ranks: int) -> int:
+        """N."""
+        return num_ranks * self.max_tokens
+
+
+def num_bytes_needed(max_tokens: int, hidden: int, num_experts: int) -> int:
+    """Bytes of symmetric memory: csrc/shared/low_latency_layout.h says for what."""
+    signals = MAX_EXPERTS * _WORD_BYTES + 2 * _MAX_RANKS * _WORD_BYTES
+    num_rows = num_experts * max_tokens
+    data = _align(num_rows * hidden * _ROW_BYTES_PER_COLUMN) + _align(num_rows * _SLOT_BYTES)
+    return _MARK_BYTES + 2 * (signals + data)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One rank's part in a dispatch.
+
+    x: [T, H] bf16. topk_idx: [T, K] int32 or int64, -1 unused. scale: "fp32", "power_of_two" or,
+    for bf16 rows, None. pack_scales: exponents of four power-of-two scales in an int32.
+    recv_stats: [L] int32, the received rows are added to it. wait_stats: [R] int64, the nanoseconds
+    waited for each rank are added to it.
+    """
+
+    x: Tensor
+    topk_idx: Tensor
+    scale: str | None = None
+    pack_scales: bool = False
+    recv_stats: Tensor | None = None
+    wait_stats: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a dispatch fills.
+
+    rows: [L, N, H] bf16 or float8_e4m3fn. scales: None, [L, N, H/128] fp32 or [L, N, H/512] int32,
+    column-major in the last two dimensions. count: [L] int32. src_info: [L, N] int32, the token of
+    the source rank. layout_range: [L, R] int64, first row << 32 | number of rows, by source rank.
+    """
+
+    rows: Tensor
+    scales: Tensor | None
+    count: Tensor
+    src_info: Tensor
+    layout_range: Tensor
+
+
+@dataclass(frozen=True)
+class CombineInputs:
+    """One rank's part in a combine.
+
+    x: [L, N, H] bf16. topk_idx: [T, K], as dispatched. topk_weights: [T, K] fp32. out: [T, H] bf16,
+    to be filled with the sum over used slots of weight * row, in k order and fp32, rounded once.
+    wait_stats: as for a dispatch.
+    """
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    out: Tensor
+    wait_stats: Tensor | None = None
+
+
+def new_result(shape: Shape, num_ranks: int, pack_scales: bool, device: torch.device) -> Result:
+    """Tensors for a dispatch to fill; rows no token fills stay undefined."""
+    local, rows = shape.num_experts // num_ranks, shape.num_rows(num_ranks)
+    scales = None
+    if shape.fp8:
+        columns = shape.hidden // FP8_BLOCK
+        kind = torch.float32
+        if pack_scales:
+            columns, kind = columns // SCALES_PER_WORD, torch.int32
+        scales = torch.empty(local, columns, rows, dtype=kind, device=device).transpose(1, 2)
+    dtype = torch.float8_e4m3fn if shape.fp8 else torch.bfloat16
+    return Result(
+        rows=torch.empty(local, rows, shape.hidden, dtype=dtype, device=device),
+        scales=scales,
+        count=torch.empty(local, dtype=torch.int32, device=device),
+        src_info=torch.empty(local, rows, dtype=torch.int32, device=device),
+        layout_range=torch.empty(local, num_ranks, dtype=torch.int64, device=device),
+    )
+
+
+class LowLatencyBackend(Protocol):
+    """Moves rows between the ranks of one group.
+
+    With `call.error`, a verb tells the peers of it in place of data and raises it.
+    """
+
+    name: str
+    num_sms: int
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where tensors must be; None: anywhere."""
+
+    def dispatch(
+        self, shape: Shape, tag: int, outgoing: Outgoing | None, call: Call
+    ) -> tuple[Result, Any, Receive]:
+        """Sends each row to the experts of its used slots.
+
+        Args:
+            tag: number of the shape among those agreed on.
+            outgoing: None only together with `call.error`.
+
+        Returns:
+            A result to be filled, what `combine` needs, and the receiving half.
+        """
+
+    def combine(
+        self,
+        shape: Shape,
+        tag: int,
+        plan: Any,
+        inputs: CombineInputs | None,
+        call: Call,
+    ) -> Receive:
+        """Returns rows to their tokens; `inputs` is None only together with `call.error`."""
+
+    def check(self, call: Call) -> None:
+        """Raises what is known to have gone wrong before; does not wait."""
+
+    def destroy(self) -> None:
+        """Frees what the backend owns; idempotent, never waits for a dead peer."""

@@ -1,0 +1,251 @@
+"""The low-latency exchange of one process group, over either backend. `moe_ep.low_latency` has its
+public methods and the legend of shapes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep import backends, env
+from moe_ep import low_latency_checks as checks
+from moe_ep.backends.base import Call
+from moe_ep.backends.channel import Channel, Round
+from moe_ep.backends.low_latency_base import (
+    CombineInputs,
+    LowLatencyBackend,
+    Receive,
+    Result,
+    Shape,
+    num_bytes_needed,
+)
+from moe_ep.backends.low_latency_cuda import CudaLowLatencyBackend
+from moe_ep.backends.low_latency_reference import ReferenceLowLatencyBackend
+from moe_ep.errors import BackendUnavailableError, BrokenError, LayoutMismatchError, OrderError
+from moe_ep.handshake import handshake
+from moe_ep.layout import EPLayout, Timeouts
+
+_NUM_BUFFERS = 2
+_NUM_TAGS = 256
+_FIRST_OPERATIONS = 3  # may take as long as a set-up
+
+
+class LowLatencyHandle(tuple[Any, ...]):
+    """The routing of one dispatch: a tuple (src_info [L, N] int32, layout_range [L, R] int64, Tmax,
+    H, E), as in DeepEP, that `low_latency_combine` needs itself and not a copy of."""
+
+    shape: Shape
+    plan: Any
+    owner: object
+    num_tokens: int
+    received: bool
+
+    @classmethod
+    def of(
+        cls, result: Result, shape: Shape, plan: Any, owner: object, num_tokens: int
+    ) -> LowLatencyHandle:
+        facts = (shape.max_tokens, shape.hidden, shape.num_experts)
+        handle = cls((result.src_info, result.layout_range, *facts))
+        handle.shape, handle.plan, handle.owner = shape, plan, owner
+        handle.num_tokens, handle.received = num_tokens, False
+        return handle
+
+
+class LowLatency:
+    """The low-latency exchange of one process group. Construction is collective.
+
+    Args:
+        group: all ranks on one host with the cuda backend.
+        num_bytes: of symmetric memory, the same on all ranks.
+
+    Raises:
+        LayoutMismatchError (a ValueError): ranks give different `num_bytes`.
+        BackendUnavailableError, PeerTimeoutError: as for ExpertParallel.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.num_bytes = num_bytes
+        seconds = env.timeout_s()
+        self._timeouts = (
+            Timeouts() if seconds is None else Timeouts(first_s=seconds, steady_s=seconds)
+        )
+        self._operations = 0
+        self._num_sent = 0
+        self._in_flight: dict[int, Call] = {}
+        self._agreed: list[Shape] = []
+        self._backend = self._build(group)
+        self._destroyed = False
+        weakref.finalize(self, self._backend.destroy).atexit = False
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where tensors must be; None: anywhere."""
+        return self._backend.device
+
+    def dispatch(
+        self, arguments: dict[str, Any], num_sms: int
+    ) -> tuple[Result, LowLatencyHandle, Receive]:
+        """Sends. See `moe_ep.low_latency` for the arguments."""
+        call = self._call("low_latency_dispatch")
+        shape = outgoing = None
+        try:
+            shape = checks.dispatch_shape(self.size, self.num_bytes, **arguments)
+            outgoing = checks.outgoing(shape, self.size, self.device, **arguments)
+        except (TypeError, ValueError) as error:
+            call.error = error
+        shape, tag = self._agree(shape, call)
+        self._backend.num_sms = num_sms
+        result, plan, receive = self._backend.dispatch(shape, tag, outgoing, call)
+        assert outgoing is not None
+        handle = LowLatencyHandle.of(result, shape, plan, self, len(outgoing.x))
+
+        def finish() -> None:
+            receive()
+            handle.received = True
+
+        return result, handle, self._track(call, finish)
+
+    def combine(
+        self, handle: Any, arguments: dict[str, Any], num_sms: int
+    ) -> tuple[Tensor, Receive]:
+        """Sends. See `moe_ep.low_latency` for the arguments.
+
+        Returns:
+            The tensor that receiving fills, and the receiving half.
+        """
+        checks.check_handle(handle, LowLatencyHandle, self)
+        call = self._call("low_latency_combine")
+        inputs: CombineInputs | None = None
+        try:
+            inputs = checks.combine_inputs(handle, self.size, self.device, **arguments)
+        except (TypeError, ValueError) as error:
+            call.error = error
+        tag = self._agreed.index(handle.shape) % _NUM_TAGS
+        self._backend.num_sms = num_sms
+        receive = self._backend.combine(handle.shape, tag, handle.plan, inputs, call)
+        assert inputs is not None
+        return inputs.out, self._track(call, receive)
+
+    def destroy(self) -> None:
+        """Frees everything. Idempotent; does not wait for a dead peer."""
+        self._destroyed = True
+        self._backend.destroy()
+
+    # -- internals --------------------------------------------------------------------------------
+
+    def _call(self, phase: str) -> Call:
+        """The next operation. Its buffer is that of the operation two before it."""
+        if self._destroyed:
+            raise BrokenError(f"rank {self.rank}: {phase} after destroy()")
+        number = self._operations + 1
+        waiting = [n for n in self._in_flight if n <= self._num_sent + 1 - _NUM_BUFFERS]
+        if waiting:
+            other = self._in_flight[waiting[0]]
+            raise OrderError(
+                f"rank {self.rank}: {phase}, operation {number}: {other.phase}, operation "
+                f"{other.operation}, has not been received yet and there are {_NUM_BUFFERS} "
+                "buffers; call its hook first"
+            )
+        self._operations = number
+        first = number <= _FIRST_OPERATIONS
+        return Call(number, phase, self._timeouts.first_s if first else self._timeouts.steady_s)
+
+    def _track(self, call: Call, receive: Receive) -> Receive:
+        """The operation is in flight until the result is called; calling it again does nothing."""
+        self._num_sent += 1
+        number = self._num_sent
+        self._in_flight[number] = call
+
+        def once() -> None:
+            if self._in_flight.pop(number, None) is not None:
+                receive()
+
+        return once
+
+    def _build(self, group: dist.ProcessGroup) -> LowLatencyBackend:
+        name = env.backend() or "auto"
+        layout = EPLayout(
+            model={"hidden": 8, "num_experts": self.size, "top_k": 1},
+            parallel={"expert": self.size},
+            backend=name,
+            timeouts=self._timeouts.model_dump(),
+        )
+        reasons = backends.reasons(layout)
+        self._channel, unavailable = handshake(layout, group, self._timeouts.first_s, reasons)
+        call = Call(0, "low_latency setup", self._timeouts.first_s)
+        if self.num_bytes <= num_bytes_needed(0, 0, 0):
+            call.error = ValueError(
+                f"num_rdma_bytes={self.num_bytes} is too small for low-latency mode; use "
+                "Buffer.get_low_latency_rdma_size_hint(...)"
+            )
+        _compare(self._channel, {"num_rdma_bytes": self.num_bytes}, call)
+        if name in ("auto", "cuda") and unavailable["cuda"] is None:
+            try:
+                core = importlib.import_module("moe_ep._C")
+                return CudaLowLatencyBackend(core, self._channel, self.num_bytes, call)
+            except BackendUnavailableError:  # on all ranks or on none
+                if name == "cuda":
+                    raise
+        elif name not in ("auto", "reference"):
+            raise BackendUnavailableError(
+                f"backend {name!r} cannot run low-latency mode: {unavailable[name]}; backend: "
+                "reference runs everywhere"
+            )
+        return ReferenceLowLatencyBackend(self._channel)
+
+    def _agree(self, shape: Shape | None, call: Call) -> tuple[Shape, int]:
+        """The shape and its tag. Before its first use the ranks compare it, which waits for them.
+
+        Arguments whose shape cannot be told (None) count as the last one: peers mostly repeat it.
+        """
+        if shape is None and self._agreed:
+            shape = self._agreed[-1]
+        if shape is None or shape not in self._agreed:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise OrderError(
+                    f"rank {self.rank}: {call.phase}: the ranks have not compared this shape yet, "
+                    "which a CUDA graph cannot capture; run it once before the capture"
+                )
+            # With an error and no shape, anything: comparing raises the error.
+            values = vars(shape or Shape(0, 0, 0, 0, False))
+            _compare(self._channel, {_PUBLIC_NAMES.get(k, k): int(values[k]) for k in values}, call)
+            assert shape is not None
+            self._agreed.append(shape)
+        return shape, self._agreed.index(shape) % _NUM_TAGS
+
+
+_PUBLIC_NAMES = {
+    "max_tokens": "num_max_dispatch_tokens_per_rank",
+    "num_slots": "top-k",
+    "fp8": "use_fp8",
+}
+
+
+def _compare(channel: Channel, values: dict[str, int], call: Call) -> None:
+    """Raises on all ranks where any value differs between two of them.
+
+    Raises:
+        LayoutMismatchError: names both ranks and values. As `Round.finish` else.
+    """
+    mine = torch.tensor(list(values.values()), dtype=torch.int64, device=channel.device())
+    frames = {peer: torch.empty_like(mine) for peer in range(channel.size) if peer != channel.rank}
+    exchange = Round(channel, call, f"{call.phase}: comparison")
+    for peer in exchange.peers():
+        exchange.recv(peer, frames[peer])
+        exchange.send(peer, mine)
+    exchange.finish()
+    frames[channel.rank] = mine
+    first = frames[0].tolist()
+    for peer in range(channel.size):
+        for name, here, there in zip(values, first, frames[peer].tolist(), strict=True):
+            if here != there:
+                raise LayoutMismatchError(
+                    f"{call.phase}: {name} is {here} on rank 0 and {there} on rank {peer}; give "
+                    "all ranks the same"
+                )

@@ -1,0 +1,70 @@
+"""Low-latency mode on GPU tensors: the cases of the CPU tests, CUDA graphs, faults."""
+
+from __future__ import annotations
+
+import low_latency_scenarios
+import pytest
+from low_latency_cases import common_cases
+
+from moe_ep.testing import launch_ranks, run_ranks
+
+
+@pytest.mark.parametrize(("num_ranks", "rounds"), [(1, 50), (2, 200), (4, 200), (8, 100)])
+def test_equals_plain_computation(num_ranks: int, rounds: int) -> None:
+    """Placement, FP8, sums, random rounds with delays, repeats, hooks and CUDA graphs."""
+    outcomes = run_ranks(
+        low_latency_scenarios.check_all, num_ranks, common_cases(), rounds, limit_s=240
+    )
+    for early, third in outcomes:
+        assert early.startswith("OrderError: ") and "hook" in early
+        assert third.startswith("OrderError: ") and "2 buffers" in third
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_large_rows(num_ranks: int) -> None:
+    run_ranks(low_latency_scenarios.check_large, num_ranks, limit_s=120)
+
+
+@pytest.mark.parametrize("what", ["tokens", "id", "one_expert"])
+def test_bad_input_raises_on_all_ranks(what: str) -> None:
+    *peers, culprit = run_ranks(low_latency_scenarios.check_bad_input, 3, what, limit_s=120)
+    # The host finds too many tokens at once, the device bad ids a little later.
+    found = 0 if what == "tokens" else 1
+    assert culprit[found].startswith("ValueError"), culprit
+    assert culprit[2].startswith("BrokenError"), culprit
+    if what == "tokens":
+        assert "x has 9 tokens; num_max_dispatch_tokens_per_rank=8" in culprit[0], culprit
+    for told in peers:
+        assert told[0] == "", told  # rows are on their way already
+        assert told[1].startswith("PeerError") and "rank 2 gave bad input" in told[1], told
+        assert told[2].startswith("BrokenError"), told
+
+
+def test_bad_combine_raises_on_all_ranks() -> None:
+    *peers, culprit = run_ranks(low_latency_scenarios.check_bad_combine, 3, limit_s=120)
+    assert culprit[0].startswith("TypeError: topk_weights is torch.float64"), culprit
+    assert culprit[1].startswith("BrokenError"), culprit
+    for told in peers:
+        assert told[0] == "" and told[1].startswith("PeerError"), told
+        assert "rank 2 gave bad input" in told[1], told
+
+
+def test_any_strides() -> None:
+    run_ranks(low_latency_scenarios.check_unaligned, 2, limit_s=120)
+
+
+def test_different_shapes_are_found() -> None:
+    for told in run_ranks(low_latency_scenarios.check_other_shape, 2, limit_s=120):
+        assert told.startswith("OrderError") and "another shape" in told, told
+
+
+@pytest.mark.usefixtures("fresh_mps")
+def test_case_9_dead_peer() -> None:
+    outcomes = launch_ranks(low_latency_scenarios.check_dead_peer, 3, limit_s=90)
+    for outcome in outcomes[:2]:
+        assert outcome.exitcode is not None and outcome.result is not None, outcome
+        told = outcome.result
+        assert told.startswith("PeerTimeoutError: "), told
+        assert f"rank {outcome.rank} waited 2 s for rank 2 in low_latency_combine" in told, told
+        assert " | BrokenError: " in told, told
+    assert outcomes[2].exitcode == 3

@@ -1,0 +1,83 @@
+// Prints what csrc/shared/low_latency_layout.h computes: one question per line of the standard
+// input, one JSON object per line of the standard output. tests/unit/test_low_latency_layout.py
+// asks and judges.
+#include "shared/low_latency_layout.h"
+
+#include <cstdio>
+#include <iostream>
+#include <sstream>
+#include <string>
+
+namespace {
+
+using namespace moe_ep;  // NOLINT: everything asked for is in it
+
+// layout R E K H Tmax bytes
+void layout(std::istream& in) {
+  LowLatencyShape shape{};
+  long long num_bytes = 0;
+  in >> shape.num_ranks >> shape.num_experts >> shape.num_slots >> shape.hidden >>
+      shape.max_tokens >> num_bytes;
+  const LowLatencyLayout at = low_latency_layout(shape, num_bytes);
+  std::printf("{\"row_bytes\": %lld, \"signal_bytes\": %lld, \"total\": %lld",
+              static_cast<long long>(at.row_bytes), static_cast<long long>(at.signal_bytes),
+              static_cast<long long>(at.total));
+  for (int i = 0; i < 2; ++i) {
+    const LowLatencyBuffer& buffer = at.buffers[i];
+    std::printf(", \"dispatch_ready_%d\": %lld, \"combine_ready_%d\": %lld, \"received_%d\": %lld",
+                i, static_cast<long long>(buffer.dispatch_ready), i,
+                static_cast<long long>(buffer.combine_ready), i,
+                static_cast<long long>(buffer.received));
+    std::printf(", \"rows_%d\": %lld, \"slots_%d\": %lld", i, static_cast<long long>(buffer.rows),
+                i, static_cast<long long>(buffer.slots));
+  }
+  std::puts("}");
+}
+
+// word operation tag bad count: the word's parts, as the receiver reads them
+void word(std::istream& in) {
+  unsigned long long operation = 0;
+  unsigned tag = 0, bad = 0, count = 0;
+  in >> operation >> tag >> bad >> count;
+  const uint64_t value = ready_word(operation, tag, bad != 0, count);
+  std::printf("{\"operation\": %u, \"tag\": %u, \"bad\": %d, \"count\": %d}\n",
+              word_operation(value), word_tag(value), word_is_bad(value), word_count(value));
+}
+
+void constants() {
+  std::printf(
+      "{\"max_tokens\": %d, \"max_slots\": %d, \"max_experts\": %d, \"max_ranks\": %d, "
+      "\"mark_bytes\": %lld, \"marks\": %d, \"tags\": %d}\n",
+      kMaxLowLatencyTokens, kMaxSlots, kMaxExperts, kMaxRanks,
+      static_cast<long long>(kLowLatencyMarkBytes), kNumSignals * kMaxRanks * 8, 1 << kWordTagBits);
+}
+
+// slots E
+void slots(std::istream& in) {
+  int num_experts = 0;
+  in >> num_experts;
+  std::printf("{\"max\": %d}\n", max_low_latency_slots(num_experts));
+}
+
+}  // namespace
+
+int main() {
+  std::string line, question;
+  while (std::getline(std::cin, line)) {
+    std::istringstream in(line);
+    in >> question;
+    if (question == "layout") {
+      layout(in);
+    } else if (question == "word") {
+      word(in);
+    } else if (question == "constants") {
+      constants();
+    } else if (question == "slots") {
+      slots(in);
+    } else {
+      return 2;
+    }
+    if (in.fail()) return 3;
+  }
+  return 0;
+}
