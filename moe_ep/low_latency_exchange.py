@@ -5,6 +5,7 @@ public methods and the legend of shapes.
 from __future__ import annotations
 
 import importlib
+import logging
 import weakref
 from typing import Any
 
@@ -29,6 +30,8 @@ from moe_ep.backends.low_latency_reference import ReferenceLowLatencyBackend
 from moe_ep.errors import BackendUnavailableError, BrokenError, LayoutMismatchError, OrderError
 from moe_ep.handshake import handshake
 from moe_ep.layout import EPLayout, Timeouts
+
+logger = logging.getLogger("moe_ep")
 
 _NUM_BUFFERS = 2
 _NUM_TAGS = 256
@@ -189,9 +192,11 @@ class LowLatency:
             try:
                 core = importlib.import_module("moe_ep._C")
                 return CudaLowLatencyBackend(core, self._channel, self.num_bytes, call)
-            except BackendUnavailableError:  # on all ranks or on none
+            except BackendUnavailableError as error:  # on all ranks or on none
                 if name == "cuda":
                     raise
+                if self.rank == 0:
+                    logger.info("low-latency mode: using 'reference' (%s)", error)
         elif name not in ("auto", "reference"):
             raise BackendUnavailableError(
                 f"backend {name!r} cannot run low-latency mode: {unavailable[name]}; backend: "
