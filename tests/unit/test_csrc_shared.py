@@ -1,56 +1,27 @@
 """csrc/shared on the CPU: where everything lies in memory that several ranks read and write.
 
-A small program, built here with the system's g++, says what the headers compute; what it should be
-follows from the shapes alone. ("-ftrapv": an overflow of a signed integer ends the program.)
+A small program says what the headers compute; what it should be follows from the shapes alone.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
-import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+import csrc_programs
 import pytest
 import torch
+from csrc_programs import Ask
 
 from moe_ep.backends import cuda
 from moe_ep.layout import FP8_BLOCK, MAX_TOP_K
 
-ROOT = Path(__file__).resolve().parents[2]
 LINE_BYTES = 128  # of the L2 cache: what different ranks write begins on lines of its own
-Ask = Callable[[list[str]], list[dict[str, int]]]
 
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """Puts questions to the program; the lines it understands are in its source."""
-    compiler = shutil.which("g++")
-    assert compiler is not None, "g++ is not on the PATH; the tests need a C++17 compiler"
-    program = tmp_path_factory.mktemp("csrc") / "shared_values"
-    source = ROOT / "tests" / "unit" / "csrc" / "shared_values.cc"
-    flags = ["-std=c++17", "-O1", "-ftrapv", "-Wall", "-Wextra", "-Werror"]
-    built = subprocess.run(
-        [compiler, *flags, "-I", str(ROOT / "csrc"), str(source), "-o", str(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert built.returncode == 0, built.stderr
-
-    def run(questions: list[str]) -> list[dict[str, int]]:
-        done = subprocess.run(
-            [program], input="\n".join(questions), capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, (done.returncode, done.stderr)
-        answers = [json.loads(line) for line in done.stdout.splitlines()]
-        assert len(answers) == len(questions)
-        return answers
-
-    return run
+    return csrc_programs.build("shared_values.cc", tmp_path_factory.mktemp("csrc"))
 
 
 @pytest.fixture(scope="module")

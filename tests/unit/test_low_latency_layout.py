@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
+import csrc_programs
 import pytest
+from csrc_programs import Ask
 
 from moe_ep import low_latency_exchange
 from moe_ep.backends import low_latency_base as base
 from moe_ep.low_latency import LowLatencyVerbs
 
-ROOT = Path(__file__).resolve().parents[2]
 LINE_BYTES = 128  # of the L2 cache
-Ask = Callable[[list[str]], list[dict[str, int]]]
 
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """Puts questions to the program; the lines it understands are in its source."""
-    compiler = shutil.which("g++")
-    assert compiler is not None, "g++ is not on the PATH; the tests need a C++17 compiler"
-    program = tmp_path_factory.mktemp("csrc") / "low_latency_layout"
-    source = ROOT / "tests" / "unit" / "csrc" / "low_latency_layout.cpp"
-    flags = ["-std=c++17", "-O1", "-ftrapv", "-Wall", "-Wextra", "-Werror"]
-    built = subprocess.run(
-        [compiler, *flags, "-I", str(ROOT / "csrc"), str(source), "-o", str(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert built.returncode == 0, built.stderr
-
-    def run(questions: list[str]) -> list[dict[str, int]]:
-        done = subprocess.run(
-            [program], input="\n".join(questions), capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, (done.returncode, done.stderr)
-        answers = [json.loads(line) for line in done.stdout.splitlines()]
-        assert len(answers) == len(questions)
-        return answers
-
-    return run
+    return csrc_programs.build("low_latency_layout.cpp", tmp_path_factory.mktemp("csrc"))
 
 
 Shape = tuple[int, int, int, int, int]  # ranks, experts, slots, hidden, tokens
