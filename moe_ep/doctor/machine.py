@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class NotRecordedError(Exception):
     """A recorded tree does not hold what a probe wants to know."""
 
 
-class Machine:
+class Machine(ABC):
     """Base of live and recorded machines.
 
     Attributes:
@@ -64,6 +65,7 @@ class Machine:
     def exists(self, path: str) -> bool:
         return self._at(path).exists()
 
+    @abstractmethod
     def command(self, name: str) -> Output | None:
         """The output of a command of `commands.COMMANDS`; None if it is not installed.
 
@@ -71,7 +73,6 @@ class Machine:
             TimeoutError: it did not end in time.
             NotRecordedError: the recorded tree does not have it.
         """
-        raise NotImplementedError
 
     def facts(self, name: str) -> dict[str, Any]:
         """The JSON object that a command printed.

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from buffer_cases import Case, check_case, in_environment
+from expected_errors import expect as expect_on_all
 
 from moe_ep import (
     BrokenError,
@@ -69,25 +70,6 @@ BAD: dict[str, tuple[Change, type[Exception], tuple[str, ...]]] = {
 }
 
 
-def _expect(
-    rank: int,
-    bad: int,
-    name: str,
-    action: Callable[[], Any],
-    kind: type[Exception],
-    parts: tuple[str, ...],
-) -> None:
-    try:
-        action()
-    except Exception as error:
-        wanted = kind if rank == bad else PeerError
-        assert type(error) is wanted, f"{name}: {error!r}"
-        assert all(part in str(error) for part in parts), f"{name}: {error}"
-        assert rank == bad or f"rank {bad}" in str(error), f"{name}: {error}"
-        return
-    raise AssertionError(f"{name}: no error on rank {rank}")
-
-
 def _bad_input(rank: int, first_use: bool) -> None:
     """All ranks raise what they should, which is no time-out, and can go on; also when it is the
     first thing a Buffer is given."""
@@ -99,7 +81,9 @@ def _bad_input(rank: int, first_use: bool) -> None:
         arguments = _arguments(buffer, rank, tokens=(5,))
         if rank == bad:
             arguments |= change(arguments)
-        _expect(rank, bad, name, lambda given=arguments: buffer.dispatch(**given), kind, parts)
+        expect_on_all(
+            rank, bad, name, lambda given=arguments: buffer.dispatch(**given), kind, parts
+        )
         if number % 5 == 4:
             check_case(buffer, Case(dtype="fp32"), number)
     check_case(buffer, Case(dtype="fp8"), 1)
@@ -126,7 +110,7 @@ def _bad_later(rank: int) -> None:
         me = rank == bad
 
         def expect(name: str, action: Any, kind: Any, *parts: str, bad: int = bad) -> None:
-            _expect(rank, bad, name, action, kind, parts)
+            expect_on_all(rank, bad, name, action, kind, parts)
 
         short, few = (x[:-1], rows[:-1]) if me else (x, rows)
         expect("tokens", lambda given=short: again(given), ValueError, "[4, 256]", "[5, 256]")
@@ -146,7 +130,7 @@ def _bad_later(rank: int) -> None:
         static = arguments | worst | ({"x": x[:-1]} if me else {})
         expect("static", lambda s=static: buffer.dispatch(**s), ValueError, "is_token_in_rank")
     many = _arguments(buffer, rank, tokens=(6 * size + 30,) if rank == 0 else (5,))
-    _expect(
+    expect_on_all(
         rank,
         0,
         "room",
@@ -182,7 +166,7 @@ def _bad_routing(rank: int) -> None:
             ):
                 given = good | static | (change if rank == bad else {})
                 parts = ("is_token_in_rank has 3", "2 experts") if name == "ranks" else (part,)
-                _expect(
+                expect_on_all(
                     rank,
                     bad,
                     f"{name} {worst}",
@@ -205,7 +189,9 @@ def _bad_with_new_static_rows(rank: int) -> None:
         given = arguments | {"num_worst_tokens": worst}
         bad = given | ({"x": given["x"].double()} if rank == 1 else {})
         for _ in range(2):  # unknown, then known
-            _expect(rank, 1, "x", lambda bad=bad: buffer.dispatch(**bad), TypeError, ("float64",))
+            expect_on_all(
+                rank, 1, "x", lambda bad=bad: buffer.dispatch(**bad), TypeError, ("float64",)
+            )
             buffer.dispatch(**given)
 
 
@@ -264,10 +250,10 @@ def _fp8_handle(rank: int) -> None:
     assert buffer_cases.same(buffer.dispatch(wide, handle=handle)[0], rows[0].bfloat16())
     given = (data, torch.ones(5, 3)) if rank else (data, scales)
     action = lambda: buffer.dispatch(given, handle=handle)  # noqa: E731
-    _expect(rank, 1, "scales", action, ValueError, ("3 scales", "had 2"))
+    expect_on_all(rank, 1, "scales", action, ValueError, ("3 scales", "had 2"))
     sums = rows[0].half() if rank else rows[0].bfloat16()
     action = lambda: buffer.combine(sums, handle)  # noqa: E731
-    _expect(rank, 1, "sums", action, TypeError, ("float16", "bfloat16"))
+    expect_on_all(rank, 1, "sums", action, TypeError, ("float16", "bfloat16"))
     buffer.combine(rows[0].bfloat16(), handle)
 
 

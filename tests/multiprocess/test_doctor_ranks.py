@@ -70,14 +70,19 @@ def free_port(rank: int) -> int:
     return store.port
 
 
-def test_a_rank_that_never_comes_is_named_in_time() -> None:
+def rendezvous(rank: int, size: int) -> dict[str, str]:
+    """A launcher's variables, for a port at which nobody is."""
     (port,) = run_ranks(free_port, 1)
-    variables = {
-        "RANK": "0",
-        "WORLD_SIZE": "3",
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def test_a_rank_that_never_comes_is_named_in_time() -> None:
+    variables = rendezvous(0, 3)
     started = time.monotonic()
     (found,) = meet(fake_report(0, "2.6.0", {}), variables, 2.0)
     assert 2.0 <= time.monotonic() - started < 20
@@ -86,17 +91,11 @@ def test_a_rank_that_never_comes_is_named_in_time() -> None:
 
 
 def test_rank_0_that_is_not_there() -> None:
-    (port,) = run_ranks(free_port, 1)
-    variables = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    variables = rendezvous(1, 2)
     started = time.monotonic()
     (found,) = meet(fake_report(1, "2.6.0", {}), variables, 2.0)
     assert time.monotonic() - started < 30
-    assert found.id == "ranks.rendezvous" and f"127.0.0.1:{port}" in found.seen
+    assert found.id == "ranks.rendezvous" and f"127.0.0.1:{variables['MASTER_PORT']}" in found.seen
 
 
 def test_torchrun() -> None:

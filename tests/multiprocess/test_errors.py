@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from expected_errors import expect as expect_on_all
 from reference_model import Problem, check, make_layout
 
 from moe_ep import (
@@ -14,7 +15,6 @@ from moe_ep import (
     LayoutError,
     LayoutMismatchError,
     OrderError,
-    PeerError,
 )
 from moe_ep.testing import run_ranks
 
@@ -44,29 +44,6 @@ NO_TENSORS: dict[str, tuple[tuple[Any, ...], type[Exception], tuple[str, ...]]] 
 }
 
 
-def _expect(
-    rank: int,
-    bad: int,
-    name: str,
-    action: Callable[[], object],
-    kind: type[Exception],
-    parts: tuple[str, ...],
-) -> None:
-    try:
-        action()
-    except Exception as error:
-        if rank == bad:
-            assert isinstance(error, kind), f"{name}: {error!r}"
-            assert not isinstance(error, PeerError), name
-            assert all(part in str(error) for part in parts), f"{name}: {error}"
-        else:
-            assert isinstance(error, PeerError), f"{name}: {error!r}"
-            assert f"rank {bad}" in str(error) and f"rank {rank}" in str(error), f"{name}: {error}"
-            assert all(part in str(error) for part in parts), f"{name}: {error}"
-        return
-    raise AssertionError(f"{name}: no error on rank {rank}")
-
-
 def _dispatches(rank: int, no_tensors: bool) -> None:
     ep = ExpertParallel(make_layout(3, model__num_experts=6, tokens_per_rank=8))
     ep.set_timeouts(first_s=5, steady_s=5)
@@ -78,7 +55,7 @@ def _dispatches(rank: int, no_tensors: bool) -> None:
             args, parts = (X, IDX + 6, None), ("6", "5")
         good = (X, IDX, W if args[2] is not None else None)
         given = args if rank == bad else good
-        _expect(rank, bad, name, lambda given=given: ep.dispatch(*given), kind, parts)
+        expect_on_all(rank, bad, name, lambda given=given: ep.dispatch(*given), kind, parts)
         if number % 4 == 0:
             check(ep, Problem(ep.layout, number, [5, 0, 2]), weighted="no", backward=False)
     check(ep, Problem(ep.layout, 3, [4, 8, 2]))
@@ -110,7 +87,7 @@ def _beside_a_handle(rank: int, bad: int, dtype: str, weighted: bool) -> None:
         return tensor[:-1] if rank == bad else tensor
 
     def expect(name: str, action: Callable[[], object], kind: type[Exception], part: str) -> None:
-        _expect(rank, bad, name, action, kind, (part,))
+        expect_on_all(rank, bad, name, action, kind, (part,))
 
     def bad_rows(wrong: Any) -> torch.Tensor:
         return wrong if rank == bad else rows

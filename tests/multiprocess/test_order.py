@@ -46,6 +46,38 @@ def test_case_21_two_dispatches_in_flight() -> None:
     run_ranks(_in_flight, 2)
 
 
+def _asynchronous(rank: int) -> None:
+    """Chained by events, with gradients, the numbers are those of plain calls."""
+    ep = ExpertParallel(make_layout(2))
+    problem = Problem(ep.layout, 9, [5, 3])
+    results = []
+    for asynchronous in (False, True):
+        x = problem.x[rank].float().requires_grad_()
+        weights = problem.weights[rank].float().requires_grad_()
+        d = ep.dispatch(x, problem.idx[rank], weights, async_finish=asynchronous)
+        if asynchronous:
+            out, event = ep.combine(
+                d.tokens * 3, d.handle, d.probs, previous_event=d.event, async_finish=True
+            )
+            with event:
+                pass
+        else:
+            assert d.event.event is None
+            out = ep.combine(d.tokens * 3, d.handle, d.probs)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad, weights.grad))
+    for plain, chained in zip(*results, strict=True):
+        assert torch.equal(plain, chained)
+    scale = 3 * problem.weights[rank].sum(1, keepdim=True)
+    torch.testing.assert_close(
+        results[1][0].double(), scale * problem.x[rank], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_asynchronous_calls() -> None:
+    run_ranks(_asynchronous, 2)
+
+
 def _poisoned_memory(rank: int) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
