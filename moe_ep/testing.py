@@ -127,6 +127,8 @@ def _rank_main(
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
+        if torch.cuda.device_count() > 1:  # ranks take the GPUs in turn
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}",

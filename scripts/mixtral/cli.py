@@ -111,7 +111,7 @@ def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
         "--nproc",
         type=_positive,
         help="processes on this host. Default: one per GPU; on the CPU 2, or what the flags below "
-        "need. More processes than GPUs share them (slow: data then goes through gloo)",
+        "need. More processes than GPUs share them under MPS, their other data goes through gloo",
     )
     add(
         "--ep",

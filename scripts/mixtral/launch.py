@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import shutil
 import sys
+from pathlib import Path
 
 from mixtral import cli, memory, resume
 
@@ -100,8 +102,26 @@ def launch(options: argparse.Namespace, script: str, arguments: list[str]) -> in
                "--nproc-per-node", str(nproc),
                "--", *target]  # fmt: skip  # -- : torchrun would take our --nproc for its own
     print(_plan(options, gpus), flush=True)
+    command = [*_sharing(nproc, gpus), *command]
     # Becoming torchrun, not starting it: a signal to this process reaches the one that minds ranks.
-    os.execv(sys.executable, command)
+    os.execv(command[0], command)
+
+
+def _sharing(nproc: int, gpus: int) -> list[str]:
+    """What goes before the command where ranks share a GPU: an MPS server of their own.
+
+    Without one they take turns of milliseconds, and kernels that wait for each other crawl.
+    """
+    if not gpus or nproc <= gpus or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        return []
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        print(
+            f"train_mixtral: {nproc} ranks share {gpus} GPU(s) without MPS, which is slow: "
+            "nvidia-cuda-mps-control (it comes with the driver) is not on the PATH",
+            file=sys.stderr,
+        )
+        return []
+    return [str(Path(__file__).resolve().parents[1] / "with_mps.sh"), "--"]
 
 
 def _set_environment(nproc: int, gpus: int) -> None:

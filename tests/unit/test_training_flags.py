@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -195,3 +196,19 @@ def test_expert_counter_counts_training_passes_once():
     counter.close()
     router.train()(routing_map)
     assert counter.take().sum() == 0
+
+
+def test_ranks_that_share_a_gpu_get_mps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch._sharing(2, 2) == [] and launch._sharing(2, 0) == []
+    assert launch._sharing(4, 1) == [] and "without MPS" in capsys.readouterr().err
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text("#!/bin/sh\n")
+    control.chmod(0o755)
+    script, separator = launch._sharing(4, 1)
+    assert Path(script).name == "with_mps.sh" and os.access(script, os.X_OK) and separator == "--"
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/elsewhere")  # the user's own server
+    assert launch._sharing(4, 1) == []
