@@ -103,7 +103,7 @@ class RankServer:
         try:
             self._connection.send((function, num_ranks, args, limit_s))
             outcomes: list[Outcome] = self._connection.recv()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             self.close()
             raise RuntimeError(
                 f"the process that {self._prepare.__qualname__} prepares has ended; "
