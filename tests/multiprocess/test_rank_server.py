@@ -69,7 +69,7 @@ def test_outcomes(server: RankServer, how: str, exitcode: int | None, told: str)
 
 
 def test_run_wants_every_rank_to_succeed(server: RankServer) -> None:
-    with pytest.raises(AssertionError, match="1 of 2 ranks failed(.|\n)*a mistake of rank 1"):
+    with pytest.raises(AssertionError, match=r"1 of 2 ranks failed(.|\n)*a mistake of rank 1"):
         server.run(_ends, 2, "raises")
 
 
