@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +56,8 @@ def load_corpus(path: Path | None) -> Corpus:
 
 
 def _stdlib_documents(root: Path) -> Iterator[bytes]:
-    for file in _sorted_files(root):
-        relative = file.relative_to(root)
-        if file.suffix == ".py" and not _NOT_PROSE.intersection(relative.parts):
+    for file in _sorted_files(root, leave_out=_NOT_PROSE):
+        if file.suffix == ".py":
             yield file.read_bytes()
 
 
@@ -71,10 +71,15 @@ def _documents(path: Path) -> Iterator[bytes]:
             yield content
 
 
-def _sorted_files(root: Path) -> list[Path]:
-    files = (p for p in root.rglob("*") if p.is_file())
-    visible = (p for p in files if not any(q.startswith(".") for q in p.relative_to(root).parts))
-    return sorted(visible, key=lambda p: p.relative_to(root).as_posix())
+def _sorted_files(root: Path, leave_out: Collection[str] = ()) -> list[Path]:
+    """The visible files under ``root``; files and folders named in ``leave_out`` are not."""
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        # Not entered at all: an interpreter's packages are many times its library.
+        folders[:] = (n for n in folders if not n.startswith(".") and n not in leave_out)
+        shown = (n for n in names if not n.startswith(".") and n not in leave_out)
+        files += (path for path in (Path(folder, n) for n in shown) if path.is_file())
+    return sorted(files, key=Path.as_posix)
 
 
 def _json_lines(file: Path) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
@@ -15,14 +16,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import training_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 HIDDEN, EXPERTS, CLASSES = 128, 4, 8
 
 
+def import_deepspeed() -> None:
+    """Imports what the ranks of the tests need, Hugging Face's Mixtral with it."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed.moe.layer  # noqa: F401
+
+    if importlib.util.find_spec("transformers") is not None:
+        from transformers import MixtralForCausalLM  # noqa: F401
+    training_ranks.import_training("deepspeed")
+
+
 def start() -> None:
-    """Lets DeepSpeed join the process group that `run_ranks` has made."""
+    """Lets DeepSpeed join the process group that the rank is in."""
     os.environ.setdefault("LOCAL_RANK", "0")  # one device, the CPU, on each rank
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed

@@ -1,6 +1,7 @@
 """Megatron MoE layers for the tests: one stock, one ours, the same weights, the same input.
 
-Functions here run inside ranks; each rank chooses its megatron-core by path before importing it.
+Functions here run inside ranks, forked from a process in which `import_megatron` has chosen the
+megatron-core by its path.
 """
 
 from __future__ import annotations
@@ -31,12 +32,22 @@ def megatron_versions() -> list[Any]:
     ]
 
 
-@contextlib.contextmanager
-def megatron(path: str, **parallel: int) -> Any:
-    """megatron-core from `path`, on the CPU, with its parallel state and seeds set up."""
+def import_megatron(path: str) -> None:
+    """Imports what the layers need of the megatron-core under `path`; "" is the installed one."""
     if path:
         sys.path.insert(0, path)
     warnings.simplefilter("ignore")
+    import megatron.core
+    import megatron.core.models.gpt.gpt_layer_specs
+
+    import moe_ep.integrations.megatron.cpu  # noqa: F401
+
+    assert str(megatron.core.__file__).startswith(path)
+
+
+@contextlib.contextmanager
+def megatron(**parallel: int) -> Any:
+    """megatron-core on the CPU, with its parallel state and seeds set up."""
     from moe_ep.integrations.megatron.cpu import cpu_shims
 
     with cpu_shims():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from deepspeed_support import config, engine_for, start
 
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -64,8 +64,8 @@ def _against_stock(rank: int) -> list[tuple[str, float]]:
     return found
 
 
-def test_losses_equal_those_over_deepspeeds_exchange() -> None:
-    for of_rank in run_ranks(_against_stock, 2, limit_s=150):
+def test_losses_equal_those_over_deepspeeds_exchange(deepspeed_ranks: RankServer) -> None:
+    for of_rank in deepspeed_ranks.run(_against_stock, 2, limit_s=150):
         print(of_rank)
         for name, difference in of_rank:
             assert difference <= (2e-3 if "bf16" in name else 1e-6), name
@@ -82,8 +82,8 @@ def _recompute(rank: int) -> None:
             assert ep.live_handles == 0
 
 
-def test_activation_checkpointing() -> None:
-    run_ranks(_recompute, 2, limit_s=100)
+def test_activation_checkpointing(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_recompute, 2, limit_s=100)
 
 
 def _who_moves(rank: int) -> None:
@@ -103,5 +103,5 @@ def _who_moves(rank: int) -> None:
     assert list(engine.module.state_dict()) == names == list(stock.module.state_dict())
 
 
-def test_switch_limit_and_restore() -> None:
-    run_ranks(_who_moves, 2)
+def test_switch_limit_and_restore(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_who_moves, 2)

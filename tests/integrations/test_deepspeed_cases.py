@@ -20,7 +20,7 @@ from deepspeed_support import (
 )
 from torch import nn
 
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = pytest.mark.timeout(150)
@@ -63,8 +63,8 @@ def _one_sided(rank: int) -> None:
         assert not torch.equal(old, new) or rank == 1
 
 
-def test_cases_02_and_03_all_tokens_to_one_rank() -> None:
-    run_ranks(_one_sided, 2)
+def test_cases_02_and_03_all_tokens_to_one_rank(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_one_sided, 2)
 
 
 def _uneven(rank: int) -> None:
@@ -82,8 +82,8 @@ def _uneven(rank: int) -> None:
     check_against_dense(moe_layer(2, rank, k=1, min_capacity=4), [2, 9])
 
 
-def test_cases_04_and_31_uneven_tokens() -> None:
-    run_ranks(_uneven, 2)
+def test_cases_04_and_31_uneven_tokens(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_uneven, 2)
 
 
 def _four_ranks(rank: int) -> None:
@@ -98,8 +98,8 @@ def _four_ranks(rank: int) -> None:
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-6, atol=2e-6)
 
 
-def test_case_01_four_ranks_and_two_groups() -> None:
-    run_ranks(_four_ranks, 4)
+def test_case_01_four_ranks_and_two_groups(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_four_ranks, 4)
 
 
 def _nan_filled(rank: int) -> None:
@@ -110,8 +110,8 @@ def _nan_filled(rank: int) -> None:
     check_against_dense(moe_layer(2, rank, drop_tokens=True, capacity_factor=0.5), [9, 4])
 
 
-def test_case_22_buffers_of_nan() -> None:
-    run_ranks(_nan_filled, 2)
+def test_case_22_buffers_of_nan(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_nan_filled, 2)
 
 
 def _bf16(rank: int) -> None:
@@ -140,8 +140,8 @@ def _bf16(rank: int) -> None:
     assert output.dtype == torch.bfloat16
 
 
-def test_case_33_router_in_fp32() -> None:
-    run_ranks(_bf16, 2)
+def test_case_33_router_in_fp32(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_bf16, 2)
 
 
 def _rows_moved(rank: int) -> tuple[int, int, int]:
@@ -158,8 +158,8 @@ def _rows_moved(rank: int) -> tuple[int, int, int]:
     return int(moved), int(chosen), 2 * EXPERTS * capacity
 
 
-def test_only_routed_rows_are_moved() -> None:
-    moved, routed, stock = run_ranks(_rows_moved, 2)[0]
+def test_only_routed_rows_are_moved(deepspeed_ranks: RankServer) -> None:
+    moved, routed, stock = deepspeed_ranks.run(_rows_moved, 2)[0]
     print(f"rows moved {moved}, routed {routed}; stock DeepSpeed moves {stock}")
     assert moved == routed <= stock // 2
 
@@ -203,8 +203,8 @@ def _no_leak(rank: int) -> None:
         layer(x)
 
 
-def test_case_43_nothing_is_kept() -> None:
-    run_ranks(_no_leak, 2, limit_s=100)
+def test_case_43_nothing_is_kept(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_no_leak, 2, limit_s=100)
 
 
 def _shared(rank: int) -> None:
@@ -226,5 +226,5 @@ def _shared(rank: int) -> None:
     assert all(type(layer.deepspeed_moe).__name__ == "MOELayer" for layer in layers)
 
 
-def test_case_42_layers_of_one_shape_share() -> None:
-    run_ranks(_shared, 2)
+def test_case_42_layers_of_one_shape_share(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_shared, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed_support import Model, batch, config, engine_for, start, train
 
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = pytest.mark.timeout(120)
@@ -62,8 +62,8 @@ def _stock_and_back(rank: int, folder: str) -> int:
     return compared
 
 
-def test_stock_checkpoint_and_back(tmp_path: Path) -> None:
-    compared = run_ranks(_stock_and_back, 2, str(tmp_path))[0]
+def test_stock_checkpoint_and_back(deepspeed_ranks: RankServer, tmp_path: Path) -> None:
+    compared = deepspeed_ranks.run(_stock_and_back, 2, str(tmp_path))[0]
     assert compared > 30
 
 
@@ -85,5 +85,7 @@ def _resume(rank: int, folder: str) -> None:
         assert torch.isfinite(second(x, labels))
 
 
-def test_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
-    run_ranks(_resume, 2, str(tmp_path))
+def test_resumed_run_repeats_the_uninterrupted_one(
+    deepspeed_ranks: RankServer, tmp_path: Path
+) -> None:
+    deepspeed_ranks.run(_resume, 2, str(tmp_path))

@@ -11,7 +11,7 @@ import pytest
 from deepspeed_support import Model, config, engine_for, moe_layer, start
 
 from moe_ep import LayoutError
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = pytest.mark.timeout(90)
@@ -124,8 +124,8 @@ def _switch(rank: int, folder: str) -> None:
         engine_for(Model(2, rank), config(moe_ep={"enabled": True, "layout": str(other)}))
 
 
-def test_switch_and_layout_file(tmp_path: Path) -> None:
-    run_ranks(_switch, 2, str(tmp_path))
+def test_switch_and_layout_file(deepspeed_ranks: RankServer, tmp_path: Path) -> None:
+    deepspeed_ranks.run(_switch, 2, str(tmp_path))
 
 
 def _unknown_layer(rank: int) -> None:
@@ -138,8 +138,8 @@ def _unknown_layer(rank: int) -> None:
         ours.convert(layer)
 
 
-def test_unknown_kinds_of_layer_are_refused() -> None:
-    run_ranks(_unknown_layer, 2)
+def test_unknown_kinds_of_layer_are_refused(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_unknown_layer, 2)
 
 
 def test_a_script_runs_unchanged(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from deepspeed_support import HIDDEN, start, tokens_of
 from torch import nn
 
-from moe_ep.testing import launch_ranks, run_ranks
+from moe_ep.testing import RankServer
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = pytest.mark.timeout(90)
@@ -40,8 +40,8 @@ def _one_dies(rank: int) -> None:
         assert time.monotonic() - started < TIMEOUT_S + 5
 
 
-def test_case_09_a_rank_dies_between_dispatch_and_combine() -> None:
-    outcomes = launch_ranks(_one_dies, 3)
+def test_case_09_a_rank_dies_between_dispatch_and_combine(deepspeed_ranks: RankServer) -> None:
+    outcomes = deepspeed_ranks.launch(_one_dies, 3)
     assert outcomes[1].exitcode == 1
     for survivor in (outcomes[0], outcomes[2]):
         assert survivor.exitcode not in (0, None)
@@ -66,7 +66,7 @@ def _bad_input(rank: int) -> str:
     return "no error"
 
 
-def test_too_many_tokens_is_an_error_on_all_ranks() -> None:
-    here, there = run_ranks(_bad_input, 2)
+def test_too_many_tokens_is_an_error_on_all_ranks(deepspeed_ranks: RankServer) -> None:
+    here, there = deepspeed_ranks.run(_bad_input, 2)
     assert here.startswith("ValueError") and "tokens_per_rank" in here
     assert there.startswith("PeerError") and "rank 0" in there

@@ -18,7 +18,7 @@ from deepspeed_support import (
     train,
 )
 
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = pytest.mark.timeout(180)
@@ -65,22 +65,22 @@ def _compare(rank: int, variants: list[dict], bf16: bool, steps: int) -> list[fl
     return found
 
 
-def _worst(variants: list[dict], bf16: bool) -> list[float]:
-    found = run_ranks(_compare, 2, variants, bf16, STEPS, limit_s=150)
+def _worst(deepspeed_ranks: RankServer, variants: list[dict], bf16: bool) -> list[float]:
+    found = deepspeed_ranks.run(_compare, 2, variants, bf16, STEPS, limit_s=150)
     worst = [max(pair) for pair in zip(*found, strict=True)]
     print("largest relative difference of a loss, by variant:", worst)
     return worst
 
 
-def test_losses_equal_stock_in_fp32_without_zero() -> None:
-    for variant, worst in zip(FP32, _worst(FP32, False), strict=True):
+def test_losses_equal_stock_in_fp32_without_zero(deepspeed_ranks: RankServer) -> None:
+    for variant, worst in zip(FP32, _worst(deepspeed_ranks, FP32, False), strict=True):
         assert worst <= 1e-6, variant
 
 
-def test_losses_equal_stock_in_bf16_with_zero_2() -> None:
+def test_losses_equal_stock_in_bf16_with_zero_2(deepspeed_ranks: RankServer) -> None:
     if deepspeed.__version__.startswith("0.16."):
         pytest.skip("DeepSpeed 0.16 adds a token's expert outputs in bf16; we add them in fp32")
-    for variant, worst in zip(BF16, _worst(BF16, True), strict=True):
+    for variant, worst in zip(BF16, _worst(deepspeed_ranks, BF16, True), strict=True):
         assert worst <= 2e-3, variant
 
 
@@ -104,8 +104,8 @@ def _evaluate(rank: int) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_layer_outputs_equal_stock() -> None:
-    run_ranks(_evaluate, 2)
+def test_layer_outputs_equal_stock(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_evaluate, 2)
 
 
 def _accumulate(rank: int) -> list[float]:
@@ -136,8 +136,8 @@ def _accumulate(rank: int) -> list[float]:
     return [_relative(*curves)]
 
 
-def test_accumulation_and_clipping_with_install() -> None:
-    assert max(run_ranks(_accumulate, 2, limit_s=60)) <= [1e-6]
+def test_accumulation_and_clipping_with_install(deepspeed_ranks: RankServer) -> None:
+    assert max(deepspeed_ranks.run(_accumulate, 2, limit_s=60)) <= [1e-6]
 
 
 def _uneven_training(rank: int) -> list[float]:
@@ -161,6 +161,6 @@ def _uneven_training(rank: int) -> list[float]:
     return losses
 
 
-def test_uneven_batches_train() -> None:
-    losses = run_ranks(_uneven_training, 2)
+def test_uneven_batches_train(deepspeed_ranks: RankServer) -> None:
+    losses = deepspeed_ranks.run(_uneven_training, 2)
     assert all(loss == loss for rank in losses for loss in rank)

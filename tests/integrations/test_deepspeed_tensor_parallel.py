@@ -8,7 +8,7 @@ import torch.distributed as dist
 from deepspeed_support import EXPERTS, HIDDEN, close, expert, quiet, seed_experts, start, tokens_of
 from torch import Tensor, nn
 
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = pytest.mark.timeout(120)
@@ -136,9 +136,9 @@ def _compare(rank: int, sharded: bool) -> None:
         assert moved <= tokens * top_k * dist.get_world_size() // TP
 
 
-def test_whole_experts_on_tensor_parallel_ranks() -> None:
-    run_ranks(_compare, 4, False)
+def test_whole_experts_on_tensor_parallel_ranks(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_compare, 4, False)
 
 
-def test_experts_sharded_over_tensor_parallel_ranks() -> None:
-    run_ranks(_compare, 4, True)
+def test_experts_sharded_over_tensor_parallel_ranks(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_compare, 4, True)

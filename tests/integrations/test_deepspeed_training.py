@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_support import EXPERTS, Model, batch, config, engine_for, groups, start, train
 
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = pytest.mark.timeout(150)
@@ -48,8 +48,8 @@ def _expert_parallel_sizes(rank: int) -> None:
         assert compared == len(spread)
 
 
-def test_case_34_gradients_do_not_depend_on_ep() -> None:
-    run_ranks(_expert_parallel_sizes, 2)
+def test_case_34_gradients_do_not_depend_on_ep(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_expert_parallel_sizes, 2)
 
 
 def _clipping(rank: int) -> None:
@@ -79,8 +79,8 @@ def _clipping(rank: int) -> None:
         engine.destroy()
 
 
-def test_case_35_clipping_norm_counts_every_expert() -> None:
-    run_ranks(_clipping, 2)
+def test_case_35_clipping_norm_counts_every_expert(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_clipping, 2)
 
 
 def _early_optimizer(rank: int) -> None:
@@ -110,5 +110,5 @@ def _early_optimizer(rank: int) -> None:
         assert not torch.equal(parameter, before[name]), name
 
 
-def test_case_37_optimizer_made_before_the_conversion() -> None:
-    run_ranks(_early_optimizer, 2)
+def test_case_37_optimizer_made_before_the_conversion(deepspeed_ranks: RankServer) -> None:
+    deepspeed_ranks.run(_early_optimizer, 2)

@@ -1,12 +1,14 @@
 """`train_mixtral --framework deepspeed`, as a user starts it."""
 
-import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from training_ranks import read_metrics, train
+
+from moe_ep.testing import RankServer
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 pytestmark = pytest.mark.timeout(200)
@@ -20,20 +22,21 @@ def _run(out: Path, *flags: str, code: int = 0) -> tuple[list[dict], str]:
         [*command, "--out", str(out), *flags], capture_output=True, text=True, timeout=180
     )
     assert done.returncode == code, done.stdout + done.stderr
-    path = out / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if code == 0 else []
-    return records, done.stdout + done.stderr
+    return read_metrics(out) if code == 0 else [], done.stdout + done.stderr
 
 
-def test_sixty_steps_and_the_step_time_of_stock(tmp_path: Path) -> None:
-    mine, text = _run(tmp_path / "ours", "--steps", "60")
+def _train(ranks: RankServer, out: Path, *flags: str) -> list[dict]:
+    """The same without torchrun, on two ranks: the metrics of each step."""
+    return train(ranks, 2, out, "--framework", "deepspeed", *flags)
+
+
+def test_sixty_steps_and_the_step_time_of_stock(
+    deepspeed_ranks: RankServer, tmp_path: Path
+) -> None:
+    mine = _train(deepspeed_ranks, tmp_path / "ours", "--steps", "60")
     assert mine[-1]["lm_loss"] < mine[0]["lm_loss"] * 2 / 3
-    assert {"metrics.jsonl", "loss.png", "experts.png"} <= {
-        path.name for path in (tmp_path / "ours").iterdir()
-    }
-    assert "validation loss" in text and "compil" not in text.lower()
-    stock, _ = _run(tmp_path / "stock", "--steps", "20", "--eval-every", "0",
-                    "--dispatcher", "alltoall")  # fmt: skip
+    stock = _train(deepspeed_ranks, tmp_path / "stock", "--steps", "20", "--eval-every", "0",
+                   "--dispatcher", "alltoall")  # fmt: skip
     for step, (one, other) in enumerate(zip(mine[:20], stock, strict=True), 1):
         assert one["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6), step
     # Every token is moved once per layer and choice: tokens * top-2 * 2 layers.
@@ -49,20 +52,25 @@ def test_sixty_steps_and_the_step_time_of_stock(tmp_path: Path) -> None:
     assert ratio <= 1.0
 
 
-def test_resume_repeats_the_uninterrupted_run(tmp_path: Path) -> None:
-    flags = ["--seq-len", "32", "--micro-batch", "2", "--warmup", "2", "--eval-every", "0"]
+def test_resume_repeats_the_uninterrupted_run(deepspeed_ranks: RankServer, tmp_path: Path) -> None:
+    flags = ["--seq-len", "32", "--micro-batch", "2", "--warmup", "2", "--eval-every", "3"]
     saves = ["--save", str(tmp_path / "checkpoints"), "--save-every", "3"]
-    through, _ = _run(tmp_path / "through", *flags, *saves, "--steps", "6")
+    through = _train(deepspeed_ranks, tmp_path / "through", *flags, *saves, "--steps", "6")
     middle = str(tmp_path / "checkpoints" / "step_0000003")
     resumed, text = _run(tmp_path / "resumed", *flags, "--steps", "6", "--resume", middle)
     assert "resumed from" in text
+    assert {"metrics.jsonl", "loss.png", "experts.png"} <= {
+        path.name for path in (tmp_path / "resumed").iterdir()
+    }
+    assert "validation loss" in text and "compil" not in text.lower()
     assert [r["lm_loss"] for r in resumed] == [r["lm_loss"] for r in through[3:]]
 
 
-def test_autoep_in_bf16(tmp_path: Path) -> None:
+def test_autoep_in_bf16(deepspeed_ranks: RankServer, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     flags = ["--seq-len", "32", "--micro-batch", "2", "--eval-every", "0", "--steps", "8"]
-    records, _ = _run(tmp_path, *flags, "--autoep", "--dtype", "bf16", "--lr", "1e-2")
+    flags += ["--autoep", "--dtype", "bf16", "--lr", "1e-2"]
+    records = _train(deepspeed_ranks, tmp_path, *flags)
     assert records[-1]["lm_loss"] < records[0]["lm_loss"]
     assert records[-1]["rows_moved"] > 0 and records[-1]["aux_loss"] > 0
 

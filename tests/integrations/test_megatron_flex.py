@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from megatron_layer import compare, make_config, make_layer, megatron, megatron_versions
+from megatron_layer import (
+    compare,
+    import_megatron,
+    make_config,
+    make_layer,
+    megatron,
+    megatron_versions,
+)
 
-import moe_ep
-from moe_ep.testing import run_ranks
+import moe_ep.deep_ep
+from moe_ep.testing import RankServer
 
 pytestmark = pytest.mark.timeout(240)
-VERSIONS = pytest.mark.parametrize("path", megatron_versions())
 LIMIT_S = 180.0
 
 
-def _install() -> None:
-    import moe_ep.deep_ep
-
+def _install_first(path: str) -> None:
+    """Our deep_ep before megatron-core is imported: that is when Megatron looks for one."""
     os.environ["MOE_EP_BACKEND"] = "reference"
     moe_ep.deep_ep.install()
+    import_megatron(path)
+
+
+@pytest.fixture(scope="module", params=megatron_versions())
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankServer]:
+    with RankServer(_install_first, request.param) as server:
+        yield server
 
 
 def _flex(**options: Any) -> Any:
     return make_config("flex", moe_flex_dispatcher_backend="deepep", **options)
 
 
-def _check_options(rank: int, path: str) -> None:
-    _install()
+def _check_options(rank: int) -> None:
     variants: dict[str, dict[str, Any]] = {
         "top-1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
         "top-2": {},
@@ -40,7 +52,7 @@ def _check_options(rank: int, path: str) -> None:
         "recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
         "shared experts": {"moe_shared_expert_intermediate_size": 24},
     }
-    with megatron(path):
+    with megatron():
         from megatron.core.transformer.moe import fused_a2a
         from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
@@ -60,16 +72,14 @@ def _check_options(rank: int, path: str) -> None:
         assert fused_a2a._buffer.group_size == 2  # one Buffer for all the layers
 
 
-@VERSIONS
-def test_flex_equals_alltoall(path: str) -> None:
-    run_ranks(_check_options, 2, path, limit_s=LIMIT_S)
+def test_flex_equals_alltoall(ranks: RankServer) -> None:
+    ranks.run(_check_options, 2, limit_s=LIMIT_S)
 
 
-def _check_interleaved(rank: int, path: str) -> None:
+def _check_interleaved(rank: int) -> None:
     """A second layer with wider rows makes Megatron replace its Buffer before the first layer's
     backward; handles of the old one go on."""
-    _install()
-    with megatron(path):
+    with megatron():
         from megatron.core import parallel_state
         from megatron.core.transformer.moe import fused_a2a
 
@@ -100,17 +110,12 @@ def _check_interleaved(rank: int, path: str) -> None:
             torch.testing.assert_close(probs.grad, per_slot)
 
 
-@VERSIONS
-def test_fused_functions_forward_and_backward(path: str) -> None:
-    run_ranks(_check_interleaved, 2, path, limit_s=LIMIT_S)
+def test_fused_functions_forward_and_backward(ranks: RankServer) -> None:
+    ranks.run(_check_interleaved, 2, limit_s=LIMIT_S)
 
 
-def _check_too_late(rank: int, path: str) -> str:
-    if path:
-        sys.path.insert(0, path)
-    import megatron.core.transformer.moe.fused_a2a as fused_a2a
-
-    import moe_ep.deep_ep
+def _check_too_late(rank: int) -> str:
+    from megatron.core.transformer.moe import fused_a2a
 
     assert not fused_a2a.HAVE_DEEP_EP
     with pytest.raises(RuntimeError, match="before the first import of megatron") as caught:
@@ -119,7 +124,6 @@ def _check_too_late(rank: int, path: str) -> str:
     return str(caught.value)
 
 
-@VERSIONS
-def test_install_after_megatron_is_an_error(path: str) -> None:
-    (message,) = run_ranks(_check_too_late, 1, path, limit_s=LIMIT_S)
+def test_install_after_megatron_is_an_error(megatron_ranks: RankServer) -> None:
+    (message,) = megatron_ranks.run(_check_too_late, 1, limit_s=LIMIT_S)
     assert "fused_a2a was imported before" in message

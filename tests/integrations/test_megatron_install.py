@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_layer import make_config, make_layer, megatron, megatron_versions
+from megatron_layer import make_config, make_layer, megatron
 
 from moe_ep import EPLayout, LayoutError
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 pytestmark = pytest.mark.timeout(240)
-VERSIONS = pytest.mark.parametrize("path", megatron_versions())
 LIMIT_S = 180.0
 FITTING = EPLayout(
     model={"hidden": 32, "num_experts": 8, "top_k": 2},
@@ -25,8 +24,8 @@ FITTING = EPLayout(
 )
 
 
-def _check_install(rank: int, path: str) -> None:
-    with megatron(path):
+def _check_install(rank: int) -> None:
+    with megatron():
         from megatron.core.transformer.moe.moe_layer import MoELayer
         from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,13 +52,12 @@ def _check_install(rank: int, path: str) -> None:
             make_layer(make_config("deepep"))
 
 
-@VERSIONS
-def test_install_and_uninstall(path: str) -> None:
-    run_ranks(_check_install, 2, path, limit_s=LIMIT_S)
+def test_install_and_uninstall(megatron_ranks: RankServer) -> None:
+    megatron_ranks.run(_check_install, 2, limit_s=LIMIT_S)
 
 
-def _check_refusals(rank: int, path: str) -> None:
-    with megatron(path):
+def _check_refusals(rank: int) -> None:
+    with megatron():
         from moe_ep.integrations import megatron as integration
 
         integration.install(FITTING.replace(**{"model.hidden": 64, "model.top_k": 4}))
@@ -88,9 +86,8 @@ def _check_refusals(rank: int, path: str) -> None:
         assert budget.moe_token_dispatcher_type == "deepep"  # a failed build leaves configs alone
 
 
-@VERSIONS
-def test_refused_options_and_layouts(path: str) -> None:
-    run_ranks(_check_refusals, 2, path, limit_s=LIMIT_S)
+def test_refused_options_and_layouts(megatron_ranks: RankServer) -> None:
+    megatron_ranks.run(_check_refusals, 2, limit_s=LIMIT_S)
 
 
 def test_experts_of_map() -> None:

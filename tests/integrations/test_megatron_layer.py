@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_layer import compare, make_config, make_layer, megatron, megatron_versions, run_layer
+from megatron_layer import compare, make_config, make_layer, megatron, run_layer
 
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 pytestmark = pytest.mark.timeout(240)
-VERSIONS = pytest.mark.parametrize("path", megatron_versions())
 LIMIT_S = 180.0
 
 
@@ -22,7 +21,7 @@ def _pair(stock: str, **options: object) -> tuple[object, object]:
     return make_layer(make_config("deepep", **options)), theirs
 
 
-def _check_options(rank: int, path: str) -> None:
+def _check_options(rank: int) -> None:
     variants = {
         "top-1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
         "top-2": {},
@@ -48,7 +47,7 @@ def _check_options(rank: int, path: str) -> None:
         },
         "sigmoid router": {"moe_router_score_function": "sigmoid"},
     }
-    with megatron(path):
+    with megatron():
         for number, (name, options) in enumerate(variants.items()):
             ours, stock = _pair("alltoall", **options)
             try:
@@ -58,13 +57,12 @@ def _check_options(rank: int, path: str) -> None:
                 raise AssertionError(f"{name}: {error}") from error
 
 
-@VERSIONS
-def test_options_equal_alltoall(path: str) -> None:
-    run_ranks(_check_options, 2, path, limit_s=LIMIT_S)
+def test_options_equal_alltoall(megatron_ranks: RankServer) -> None:
+    megatron_ranks.run(_check_options, 2, limit_s=LIMIT_S)
 
 
-def _check_rows(rank: int, path: str) -> None:
-    with megatron(path):
+def _check_rows(rank: int) -> None:
+    with megatron():
         ours, stock = _pair("alltoall", params_dtype=torch.bfloat16)
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(9, 2, 32, generator=generator).bfloat16()
@@ -83,13 +81,12 @@ def _check_rows(rank: int, path: str) -> None:
         assert torch.equal(counts, stock_counts.cpu())
 
 
-@VERSIONS
-def test_dispatched_rows_equal_alltoall_bit_for_bit(path: str) -> None:
-    run_ranks(_check_rows, 2, path, limit_s=LIMIT_S)
+def test_dispatched_rows_equal_alltoall_bit_for_bit(megatron_ranks: RankServer) -> None:
+    megatron_ranks.run(_check_rows, 2, limit_s=LIMIT_S)
 
 
-def _check_tensor_parallel(rank: int, path: str, etp: int) -> None:
-    with megatron(path, tp=2, ep=2, etp=etp):
+def _check_tensor_parallel(rank: int, etp: int) -> None:
+    with megatron(tp=2, ep=2, etp=etp):
         from megatron.core import parallel_state
 
         options = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -104,15 +101,14 @@ def _check_tensor_parallel(rank: int, path: str, etp: int) -> None:
         assert (parallel.expert, parallel.expert_tensor) == (2, etp)
 
 
-@VERSIONS
 @pytest.mark.parametrize("etp", [1, 2])
-def test_tensor_and_sequence_parallel(path: str, etp: int) -> None:
-    run_ranks(_check_tensor_parallel, 4, path, etp, limit_s=LIMIT_S)
+def test_tensor_and_sequence_parallel(megatron_ranks: RankServer, etp: int) -> None:
+    megatron_ranks.run(_check_tensor_parallel, 4, etp, limit_s=LIMIT_S)
 
 
-def _check_padding(rank: int, path: str) -> None:
+def _check_padding(rank: int) -> None:
     """Padding for quantisation: blocks of 16 rows, results as without padding."""
-    with megatron(path):
+    with megatron():
         from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
         from moe_ep.integrations import megatron as integration
@@ -143,14 +139,13 @@ def _check_padding(rank: int, path: str) -> None:
             assert not block[n:].any() and not block_probs[n:].any()
 
 
-@VERSIONS
-def test_padding_for_quantization(path: str) -> None:
-    run_ranks(_check_padding, 2, path, limit_s=LIMIT_S)
+def test_padding_for_quantization(megatron_ranks: RankServer) -> None:
+    megatron_ranks.run(_check_padding, 2, limit_s=LIMIT_S)
 
 
-def _check_unbalanced(rank: int, path: str) -> None:
+def _check_unbalanced(rank: int) -> None:
     """All tokens to rank 0's experts: both ranks finish, and idle experts get zero gradients."""
-    with megatron(path):
+    with megatron():
         ours, stock = _pair("alltoall")
         with torch.no_grad():
             bias = torch.zeros_like(stock.router.weight)
@@ -174,14 +169,13 @@ def _check_unbalanced(rank: int, path: str) -> None:
         assert int(received) == 2 * 4  # dispatch, combine and their backwards on both ranks
 
 
-@VERSIONS
-def test_case_02_all_tokens_to_one_rank(path: str) -> None:
-    run_ranks(_check_unbalanced, 2, path, limit_s=LIMIT_S)
+def test_case_02_all_tokens_to_one_rank(megatron_ranks: RankServer) -> None:
+    megatron_ranks.run(_check_unbalanced, 2, limit_s=LIMIT_S)
 
 
-def _check_subclass(rank: int, path: str) -> None:
+def _check_subclass(rank: int) -> None:
     """The subclass route patches nothing."""
-    with megatron(path):
+    with megatron():
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
         from moe_ep.integrations.megatron.dispatcher import MoEEPTokenDispatcher
@@ -201,6 +195,5 @@ def _check_subclass(rank: int, path: str) -> None:
             run_layer(ours, seed=0)
 
 
-@VERSIONS
-def test_layer_class_without_patching(path: str) -> None:
-    run_ranks(_check_subclass, 2, path, limit_s=LIMIT_S)
+def test_layer_class_without_patching(megatron_ranks: RankServer) -> None:
+    megatron_ranks.run(_check_subclass, 2, limit_s=LIMIT_S)

@@ -10,7 +10,7 @@ import megatron_overlap
 import pytest
 import torch
 
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
@@ -18,8 +18,8 @@ pytestmark = [
 ]
 
 
-def _compare(rank: int, path: str, options: list[dict[str, Any]]) -> list[float]:
-    with megatron_layer.megatron(path):
+def _compare(rank: int, options: list[dict[str, Any]]) -> list[float]:
+    with megatron_layer.megatron():
         from moe_ep.integrations import megatron
 
         megatron.install(backend="reference")
@@ -32,15 +32,14 @@ def _compare(rank: int, path: str, options: list[dict[str, Any]]) -> list[float]
             megatron.uninstall()
 
 
-@pytest.mark.parametrize("path", megatron_layer.megatron_versions())
-def test_losses_and_gradients_do_not_change(path: str) -> None:
+def test_losses_and_gradients_do_not_change(megatron_ranks: RankServer) -> None:
     options = [{}, {"moe_shared_expert_intermediate_size": 64}]
-    for found in run_ranks(_compare, 2, path, options, limit_s=200):
+    for found in megatron_ranks.run(_compare, 2, options, limit_s=200):
         assert found == [0.0, 0.0], found
 
 
-def _refusal_and_restoration(rank: int, path: str) -> str:
-    with megatron_layer.megatron(path):
+def _refusal_and_restoration(rank: int) -> str:
+    with megatron_layer.megatron():
         from moe_ep.integrations import megatron
         from moe_ep.integrations.megatron.integration import MegatronIntegration
         from moe_ep.integrations.megatron.overlap import InputsKept
@@ -61,7 +60,6 @@ def _refusal_and_restoration(rank: int, path: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("path", megatron_layer.megatron_versions())
-def test_patch_is_undone_and_a_layer_without_it_is_refused(path: str) -> None:
-    for told in run_ranks(_refusal_and_restoration, 2, path, limit_s=120):
+def test_patch_is_undone_and_a_layer_without_it_is_refused(megatron_ranks: RankServer) -> None:
+    for told in megatron_ranks.run(_refusal_and_restoration, 2, limit_s=120):
         assert "overlap_moe_expert_parallel_comm needs install()" in told, told

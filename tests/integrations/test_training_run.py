@@ -1,7 +1,10 @@
-"""The training example end to end: real processes, real text, a few steps."""
+"""The training example end to end: real processes, real text, a few steps.
+
+What a user starts is started so: the run of fifty steps, a killed rank, and refusals. Runs that are
+compared with it are the same ranks' code in processes that need no start.
+"""
 
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -10,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from training_ranks import read_metrics
+from training_ranks import train as train_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train_mixtral.py"
@@ -34,7 +39,7 @@ def start(out, *flags):
     )  # fmt: skip
 
 
-def train(out, *flags):
+def run_script(out, *flags):
     """Runs to the end; the metrics of each step, and what was printed."""
     process = start(out, *flags)
     try:
@@ -44,8 +49,17 @@ def train(out, *flags):
         process.communicate(timeout=60)
         raise
     assert process.returncode == 0, errors[-4000:]
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return records, printed, errors
+    return read_metrics(out), printed, errors
+
+
+@pytest.fixture
+def train(training_server):
+    """train(out, *flags, ranks=2): the metrics of each step of a run without torchrun."""
+
+    def run(out, *flags, ranks=2):
+        return train_ranks(training_server, ranks, out, *SMALL, *flags)
+
+    return run
 
 
 def losses(records):
@@ -57,7 +71,7 @@ def reference(tmp_path_factory):
     """Fifty steps on two ranks with moe_ep, a checkpoint every twenty."""
     folder = tmp_path_factory.mktemp("reference")
     flags = ("--steps", 50, "--eval-every", 25, "--save", folder / "ckpt", "--save-every", 20)
-    return folder, *train(folder / "out", *flags)
+    return folder, *run_script(folder / "out", *flags)
 
 
 def test_it_learns_and_reports(reference):
@@ -78,10 +92,10 @@ def test_it_learns_and_reports(reference):
     assert "train:" in errors and "arning" not in errors, errors[-4000:]
 
 
-def test_a_resumed_run_repeats_an_uninterrupted_one(reference, tmp_path):
+def test_a_resumed_run_repeats_an_uninterrupted_one(reference, train, tmp_path):
     folder, whole, *_ = reference
     checkpoint = folder / "ckpt" / "step_0000020"
-    resumed, *_ = train(tmp_path / "out", "--steps", 40, "--resume", checkpoint, "--eval-every", 0)
+    resumed = train(tmp_path / "out", "--steps", 40, "--resume", checkpoint, "--eval-every", 0)
     assert [record["step"] for record in resumed] == list(range(21, 41))
     repeated = whole[20:40]
     assert losses(resumed) == pytest.approx(losses(repeated), abs=1e-6)
@@ -89,15 +103,18 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(reference, tmp_path):
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_case_27_megatrons_own_dispatchers_give_the_same_losses(reference, tmp_path, dispatcher):
-    own, *_ = train(tmp_path / "out", "--steps", 50, "--dispatcher", dispatcher)
+def test_case_27_megatrons_own_dispatchers_give_the_same_losses(
+    reference, train, tmp_path, dispatcher
+):
+    own = train(tmp_path / "out", "--steps", 50, "--dispatcher", dispatcher, "--eval-every", 0)
     assert losses(own) == pytest.approx(losses(reference[1]), rel=1e-5)
 
 
-def test_bf16_losses_are_those_of_allgather(tmp_path):
+def test_bf16_losses_are_those_of_allgather(train, tmp_path):
+    # One micro-batch a step: bf16 is slow on a CPU.
+    flags = ("--steps", 50, "--dtype", "bf16", "--global-batch", 4, "--eval-every", 0)
     runs = [
-        train(tmp_path / name, "--steps", 50, "--dtype", "bf16", "--dispatcher", name)[0]
-        for name in ("deepep", "allgather")
+        train(tmp_path / name, *flags, "--dispatcher", name) for name in ("deepep", "allgather")
     ]
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=5e-3)
 
@@ -111,11 +128,11 @@ def test_bf16_losses_are_those_of_allgather(tmp_path):
     ],
     ids=["pp2-ep2", "tp2-ep2", "tp2-ep2-etp2"],
 )
-def test_four_ranks_train_with_the_losses_of_allgather(tmp_path, flags):
+def test_four_ranks_train_with_the_losses_of_allgather(train, tmp_path, flags):
     runs = []
     for dispatcher in ("deepep", "allgather"):
-        more = ("--nproc", 4, "--dispatcher", dispatcher, "--steps", 8, "--lr", 1e-2)
-        runs.append(train(tmp_path / dispatcher, *flags, *more)[0])
+        more = ("--dispatcher", dispatcher, "--steps", 8, "--lr", 1e-2)
+        runs.append(train(tmp_path / dispatcher, *flags, *more, ranks=4))
     own, stock = runs
     assert losses(own) == pytest.approx(losses(stock), rel=1e-5)
     assert own[-1]["lm_loss"] < own[0]["lm_loss"] - 0.3
@@ -123,13 +140,13 @@ def test_four_ranks_train_with_the_losses_of_allgather(tmp_path, flags):
     assert [sum(layer) for layer in own[0]["tokens_per_expert"]] == [2 * tokens] * 2
 
 
-def test_bf16_on_one_text_file(tmp_path):
+def test_bf16_on_one_text_file(train, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} of a text that is easy to learn\n" for i in range(400)))
     flags = ("--dtype", "bf16", "--data", text, "--steps", 6, "--save", tmp_path / "ckpt")
-    records, *_ = train(tmp_path / "out", *flags, "--lr", 1e-2)
+    records = train(tmp_path / "out", *flags, "--lr", 1e-2)
     assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 0.3
-    resumed, *_ = train(tmp_path / "more", *flags[:4], "--steps", 7, "--lr", 1e-2, "--resume",
+    resumed = train(tmp_path / "more", *flags[:4], "--steps", 7, "--lr", 1e-2, "--resume",
                         tmp_path / "ckpt")  # fmt: skip
     assert [record["step"] for record in resumed] == [7]
 

@@ -127,6 +127,8 @@ def test_tests_and_benchmarks_are_recorded(
     monkeypatch.setattr(record, "FILE", tmp_path / "record.json")
     monkeypatch.setattr(run_all, "WORK", tmp_path / "work")
     monkeypatch.setattr(run_all, "nvidia_smi", lambda field: f"some {field}")
+    versions = run_all.versions()  # asks a process that imports torch: once is enough
+    monkeypatch.setattr(run_all, "versions", lambda: versions)
     monkeypatch.setattr(run_all, "COMMON", "--backend reference --tokens 8 --iterations 1")
     monkeypatch.setattr(run_all, "SHAPES", ((2, "--hidden 16"), (1, "--hidden 0")))
     options = argparse.Namespace(
