@@ -59,6 +59,15 @@ class Call:
     """Bad input found on this rank: peers are told in place of data, then it is raised."""
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """What came to the experts of this rank in one or several dispatches, in rows."""
+
+    tokens_per_expert: list[int]  # [L] rows that hold a token
+    dispatched: list[int]  # [R] rows that each source rank sent in a dispatch
+    combined: list[int]  # [R] rows that a combine returns to it
+
+
 class Backend(Protocol):
     """Moves rows between the ranks of one group. All methods are collective.
 
@@ -117,6 +126,21 @@ class Backend(Protocol):
 
     def check(self, call: Call) -> None:
         """Raises what a device has reported so far; does not wait for it."""
+
+    def last_wait(self) -> tuple[int, int] | None:
+        """Nanoseconds the last operation waited for the peer that came last, and that peer.
+
+        None where it did not wait or where nobody knows.
+        """
+
+    def tally(self, plan: Any) -> Tensor:
+        """Integers that tell what arrives with a plan, for `arrivals`; the host waits for nothing.
+
+        Tallies of several dispatches may be added up.
+        """
+
+    def arrivals(self, tally: Tensor) -> Arrivals:
+        """What a sum of tallies means. Waits for the device that holds it."""
 
     def refuse(self, call: Call) -> NoReturn:
         """Tells the peers of `call.error`, where there is nothing to exchange, and raises it."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep.backends.base import Call, DispatchedRows
+from moe_ep.backends.base import Arrivals, Call, DispatchedRows
 from moe_ep.backends.channel import Channel
 from moe_ep.backends.cuda_memory import SharedMemory
 from moe_ep.backends.cuda_plan import CudaPlan
@@ -238,6 +238,21 @@ class CudaBackend:
         self._record(plan)
         self._raise_own_error(call)
         return out, slot_values
+
+    def tally(self, plan: CudaPlan) -> Tensor:
+        return plan.source[: self._offsets["total"]]
+
+    def arrivals(self, tally: Tensor) -> Arrivals:
+        words, offsets = tally.cpu(), self._offsets
+
+        def part(name: str, length: int) -> Tensor:
+            return words[offsets[name] : offsets[name] + length]
+
+        rank_rows = part("rank_row_begin", self.size + 1).diff().tolist()
+        items = part("item_begin", self.size + 1).diff().tolist()
+        experts = part("expert_count", self.num_local_experts).tolist()
+        exact = self.layout.dispatch.exact_combine
+        return Arrivals(experts, rank_rows, items if exact else rank_rows)
 
     def refuse(self, call: Call) -> NoReturn:
         """Takes part in the peers' operation with nothing but the error."""
