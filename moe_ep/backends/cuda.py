@@ -239,6 +239,13 @@ class CudaBackend:
         self._raise_own_error(call)
         return out, slot_values
 
+    def last_wait(self) -> tuple[int, int] | None:
+        """See `Backend.last_wait`; by the device's clock, whose tick is up to a microsecond."""
+        if self._comm is None:
+            return None
+        waited: tuple[int, int] | None = self._comm.last_wait()
+        return waited
+
     def refuse(self, call: Call) -> NoReturn:
         """Takes part in the peers' operation with nothing but the error."""
         assert call.error is not None

@@ -134,6 +134,10 @@ class ReferenceBackend:
             return out, None
         return out, returned[-1][plan.row_of_slot]
 
+    def last_wait(self) -> tuple[int, int] | None:
+        """Not measured."""
+        return None
+
     def check(self, call: Call) -> None:
         """Nothing happens behind a call's back."""
 
