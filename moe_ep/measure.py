@@ -223,6 +223,9 @@ class MeasuredBackend:
     def last_wait(self) -> tuple[int, int] | None:
         return self._inner.last_wait()
 
+    def rows_wait(self) -> tuple[int, int] | None:
+        return self._inner.rows_wait()
+
     def tally(self, plan: Any) -> Tensor:
         return self._inner.tally(plan)
 
@@ -255,7 +258,7 @@ class MeasuredBackend:
         row_bytes = hidden * x.element_size()
         if fp8_scale is not None:
             row_bytes = hidden + hidden // FP8_BLOCK * 4
-        self._note(call, plan, row_bytes, start)
+        self._note(call, plan, row_bytes, start, counted=begun)
         return arrived
 
     def combine(
@@ -275,14 +278,17 @@ class MeasuredBackend:
     def _start(self) -> Any:
         return self._measurement.clock.start() if self._measurement.statistics else None
 
-    def _note(self, call: Call, plan: Any, row_bytes: int, start: Any) -> None:
+    def _note(
+        self, call: Call, plan: Any, row_bytes: int, start: Any, counted: bool = False
+    ) -> None:
+        """counted: it began with an exchange of counts, where ranks wait for the last one."""
         if start is None:
             return
         meter = self._measurement.meter(self._layer, _VERBS[call.phase], row_bytes)
         self._measurement.clock.stop(start, meter)
         meter.calls += 1
         meter.add(self._inner.tally(plan))
-        wait = self._inner.last_wait()
+        wait = self._inner.last_wait() if counted else self._inner.rows_wait()
         if wait is not None:
             meter.waited(*wait)
 

@@ -124,14 +124,21 @@ class Backend(Protocol):
             out [T, H], and values [T, K] (zero in unused slots; None without `values`).
         """
 
+    def last_wait(self) -> tuple[int, int] | None:
+        """How long this rank waited in its last exchange of counts, and for whom.
+
+        Returns:
+            (nanoseconds from when this rank had sent its counts until those of the last peer had
+            arrived, the rank of that peer in the group); (0, its own rank) where it was the last
+            itself. A device reports it without being waited for: it is of the last exchange that
+            has got that far. None: nothing has been exchanged yet, or the backend can't tell.
+        """
+
     def check(self, call: Call) -> None:
         """Raises what a device has reported so far; does not wait for it."""
 
-    def last_wait(self) -> tuple[int, int] | None:
-        """Nanoseconds the last operation waited for the peer that came last, and that peer.
-
-        None where it did not wait or where nobody knows.
-        """
+    def rows_wait(self) -> tuple[int, int] | None:
+        """As `last_wait`, of the last exchange of rows. None: the backend can't tell."""
 
     def tally(self, plan: Any) -> Tensor:
         """Integers that tell what arrives with a plan, for `arrivals`; the host waits for nothing.

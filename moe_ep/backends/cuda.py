@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep.backends.base import Arrivals, Call, DispatchedRows
+from moe_ep.backends.base import Call, DispatchedRows
 from moe_ep.backends.channel import Channel
+from moe_ep.backends.cuda_figures import CudaFigures
 from moe_ep.backends.cuda_memory import SharedMemory
 from moe_ep.backends.cuda_plan import CudaPlan
 from moe_ep.errors import BrokenError, CapacityError, PeerError, PeerTimeoutError
@@ -85,7 +86,7 @@ def _lacking_architecture() -> str | None:
     )
 
 
-class CudaBackend:
+class CudaBackend(CudaFigures):
     """See `moe_ep.backends.base.Backend`.
 
     Args:
@@ -239,20 +240,12 @@ class CudaBackend:
         self._raise_own_error(call)
         return out, slot_values
 
-    def tally(self, plan: CudaPlan) -> Tensor:
-        return plan.source[: self._offsets["total"]]
-
-    def arrivals(self, tally: Tensor) -> Arrivals:
-        words, offsets = tally.cpu(), self._offsets
-
-        def part(name: str, length: int) -> Tensor:
-            return words[offsets[name] : offsets[name] + length]
-
-        rank_rows = part("rank_row_begin", self.size + 1).diff().tolist()
-        items = part("item_begin", self.size + 1).diff().tolist()
-        experts = part("expert_count", self.num_local_experts).tolist()
-        exact = self.layout.dispatch.exact_combine
-        return Arrivals(experts, rank_rows, items if exact else rank_rows)
+    def last_wait(self) -> tuple[int, int] | None:
+        """See `Backend.last_wait`; by the device's clock, whose tick is up to a microsecond."""
+        if self._comm is None:
+            return None
+        waited: tuple[int, int] | None = self._comm.last_wait()
+        return waited
 
     def refuse(self, call: Call) -> NoReturn:
         """Takes part in the peers' operation with nothing but the error."""

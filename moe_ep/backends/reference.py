@@ -67,7 +67,8 @@ class ReferenceBackend:
         self.num_slots_total = self.size * self.num_local_experts
         self.num_sms = layout.dispatch.num_sms
         self._scratch: dict[str, Tensor] = {}
-        self._waits: list[tuple[int, int]] = []
+        self._counts_wait: tuple[int, int] | None = None
+        self._rows_wait: tuple[int, int] | None = None
 
     def prepare(
         self, topk_idx: Tensor | None, call: Call, capacity: int | None = None
@@ -80,14 +81,14 @@ class ReferenceBackend:
         device = self.channel.device()
         matrix = torch.empty(self.size, self.num_slots_total, dtype=torch.int64, device=device)
         matrix[self.rank] = counts
-        self._waits.clear()
         exchange = Round(self.channel, call, call.phase)
         for peer in exchange.peers():
             exchange.recv(peer, matrix[peer])
         for peer in exchange.peers():
             exchange.send(peer, matrix[self.rank])
         order = None if topk_idx is None else torch.argsort(flat, stable=True)  # while they travel
-        self._finish(exchange)
+        exchange.finish()
+        self._counts_wait = exchange.waited
         assert topk_idx is not None and order is not None
         matrix = matrix.cpu()
         if capacity is not None:
@@ -104,8 +105,6 @@ class ReferenceBackend:
         *,
         dequantize: bool = False,
     ) -> DispatchedRows:
-        if plan.operation != call.operation:  # else the exchange of counts belongs to it
-            self._waits.clear()
         columns: list[Tensor] = []
         if fp8_scale is not None:
             q, scales = quantize_fp8(x, fp8_scale)
@@ -130,7 +129,6 @@ class ReferenceBackend:
         weights: Tensor | None = None,
         values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        self._waits.clear()
         columns = [rows.contiguous(), *(c.contiguous() for c in (weights, values) if c is not None)]
         returned = self._gather(plan, columns, call)
         weight_rows = returned[1] if weights is not None else None
@@ -143,11 +141,10 @@ class ReferenceBackend:
         """Nothing happens behind a call's back."""
 
     def last_wait(self) -> tuple[int, int] | None:
-        """Of a dispatch: in its exchange of counts and that of rows together."""
-        if not self._waits:
-            return None
-        total = sum(ns for ns, _ in self._waits)
-        return total, max(self._waits)[1]
+        return self._counts_wait
+
+    def rows_wait(self) -> tuple[int, int] | None:
+        return self._rows_wait
 
     def tally(self, plan: ReferencePlan) -> Tensor:
         rows = torch.tensor([_num_rows(blocks) for blocks in plan.incoming])
@@ -203,7 +200,8 @@ class ReferenceBackend:
             for (column, index), output in zip(sources, outputs, strict=True):
                 place = output[arrived : arrived + count]
                 torch.index_select(column, 0, index[sent : sent + count], out=place)
-        self._finish(exchange)
+        exchange.finish()
+        self._rows_wait = exchange.waited
         for arriving, blocks, output in packed:
             parts = arriving.split([count for _, count in blocks])
             for part, (first, count) in zip(parts, blocks, strict=True):
@@ -239,13 +237,9 @@ class ReferenceBackend:
         for (sent, count), (arrived, _) in plan.own_blocks(self.rank):
             for column, output in zip(columns, outputs, strict=True):
                 output[sent : sent + count].copy_(column[arrived : arrived + count])
-        self._finish(exchange)
-        return outputs
-
-    def _finish(self, exchange: Round) -> None:
         exchange.finish()
-        if exchange.waited is not None:
-            self._waits.append(exchange.waited)
+        self._rows_wait = exchange.waited
+        return outputs
 
     def _buffer(self, name: str, num_rows: int, like: Tensor) -> Tensor:
         """Scratch memory of [num_rows, ...] for one column of a round.

@@ -31,9 +31,10 @@ examples
       bash scripts/soak.sh --device cuda --minutes 10 --limit-minutes 5 --state runs/soak
   the report once more, say with pictures, without running anything:
       bash scripts/soak.sh --state runs/soak --report-only
-  low-latency mode instead of a training; its own options: bash scripts/soak.sh --mode low_latency -h
+  low-latency mode instead of a training:
+      bash scripts/soak.sh --mode low_latency --help
 
-exit status: 0 all of it holds, 1 something does not, 2 wrong options, 3 not finished (call again)."""
+exit status: 0 all holds; 1 something does not; 2 wrong options; 3 not finished, call again."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -223,7 +223,7 @@ def _judge_memory(found: Findings, stretches: list[Stretch]) -> None:
     if processes:
         text = (
             f"{len(processes)} processes; largest growth in 1000 steps: "
-            f"{worst['rss'] / 2**20:.1f} MiB of the host's, {worst['cuda'] / 2**20:.2f} of the GPU's"
+            f"{worst['rss'] / 2**20:.1f} MiB of the host, {worst['cuda'] / 2**20:.2f} MiB of a GPU"
         )
     found.judge("memory", holds, text)
 

@@ -30,7 +30,7 @@ _REASONS = ("", "call", "budget")  # why a stretch ends before its last step
 
 
 class SoakTraining(megatron_run.Training):
-    """A training that does what `workload` says, notes what `report` reads, and can be disturbed."""
+    """A training that does what `workload` says and notes what `report` reads."""
 
     def __init__(self, plan: dict[str, Any], *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -140,7 +140,7 @@ class SoakTraining(megatron_run.Training):
             time.sleep(0.1)
 
     def _what_the_device_saw(self) -> str | None:
-        """On a GPU another library may complain of the dead rank first: ours waits on the device."""
+        """On a GPU other libraries may complain of the dead rank before the device does."""
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
