@@ -12,22 +12,19 @@ import argparse
 import contextlib
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from mixtral import resume
+from soak import launch
 from soak import options as soak_options
-from soak.options import ROOT
+from soak.events import events_of
 
 PHASES = ("disturbed", "alone")
 _ENDLESS = 10_000_000  # steps
 _START_S = 30.0  # what a stretch may need before its first step
-_KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL}
 _LAYOUT = """\
 model: {{hidden: 64, num_experts: 8, top_k: 2}}
 parallel: {{expert: 1}}
@@ -55,6 +52,23 @@ class Soak:
         }
         if self.file.exists():
             self.state = json.loads(self.file.read_text())
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Takes in a stretch whose call was killed before it could note it."""
+        known = {stretch["logs"] for stretch in self.state["stretches"]}
+        for logs in sorted(self.folder.glob("*/stretch_*"), key=lambda path: path.name):
+            if logs.name not in known:
+                end = "kill" if self._victim_died(logs) else "interrupted"
+                self.state["stretches"].append(
+                    {"phase": logs.parent.name, "logs": logs.name, "seconds": None, "end": end}
+                )
+
+    def _victim_died(self, logs: Path) -> bool:
+        """Whether the rank that was to be killed in this stretch has been."""
+        ranks = range(self.options.ranks)
+        events = [event for rank in ranks for event in events_of(logs / f"rank_{rank}.jsonl")]
+        return any(event["event"] == "kill" for event in events)
 
     def mismatch(self) -> str | None:
         """Why this folder can't be continued with these options."""
@@ -76,6 +90,7 @@ class Soak:
         self.budget_ends = None if budget is None else started + budget
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "layout.yaml").write_text(_LAYOUT.format(num_sms=options.num_sms))
+        self._save()
         used = self.state["seconds"]
         while self.state["phase"] in PHASES:
             try:
@@ -98,12 +113,9 @@ class Soak:
         begin = time.time()
         codes = self._launch(logs)
         stretch = {"phase": phase, "logs": logs.name, "seconds": time.time() - begin}
-        events = [
-            json.loads(line)
-            for line in (logs / "rank_0.jsonl").read_text().splitlines()
-        ] if (logs / "rank_0.jsonl").exists() else []  # fmt: skip
+        events = events_of(logs / "rank_0.jsonl")
         ended = [event for event in events if event["event"] == "end"]
-        if plan["kill"] is not None and any(self._died(logs, rank) for rank in range(len(codes))):
+        if self._victim_died(logs):
             self.state["stretches"].append(stretch | {"end": "kill"})
             return time.time() > self.call_ends
         if any(codes) or not ended:
@@ -166,39 +178,20 @@ class Soak:
         rank = (options.seed + kills) % options.ranks
         return {"rank": rank, "at_step": at_step, "at_time": at_time, "every": options.save_every}
 
-    def _died(self, logs: Path, rank: int) -> bool:
-        file = logs / f"rank_{rank}.jsonl"
-        return file.exists() and '"event": "kill"' in file.read_text()
-
     def _launch(self, logs: Path) -> list[int]:
-        """Runs all ranks to their end; their exit statuses."""
-        options = self.options
-        paths = [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "LOCAL_WORLD_SIZE": str(options.ranks),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        }
-        command = [sys.executable, "-m", "soak.worker", str(logs / "plan.json")]
-        with (logs / "output.txt").open("w") as output:
-            if options.device == "cuda" and options.ranks > 1:
-                command = ["bash", str(ROOT / "scripts" / "with_mps.sh"), str(options.ranks),
-                           *command]  # fmt: skip
-                processes = [_start(command, environment, output)]
-            else:
-                environment |= {
-                    "WORLD_SIZE": str(options.ranks),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(_free_port()),
-                }
-                processes = [
-                    _start(command, environment | {"RANK": str(r), "LOCAL_RANK": str(r)}, output)
-                    for r in range(options.ranks)
-                ]
-            return _finish(processes, self._patience())
+        """Runs all ranks to their end; their exit statuses, or on a GPU that of the launcher."""
+        options, plan, output = self.options, logs / "plan.json", logs / "output.txt"
+        os.environ.update(
+            OMP_NUM_THREADS="1",
+            CUDA_DEVICE_MAX_CONNECTIONS="1",
+            TORCH_CPP_LOG_LEVEL="ERROR",
+            LOCAL_WORLD_SIZE=str(options.ranks),
+        )
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        deadline = time.monotonic() + self._patience()
+        if options.device == "cuda":
+            return [launch.with_mps(options.ranks, plan, output, deadline)]
+        return launch.forked(options.ranks, plan, output, deadline)
 
     def _patience(self) -> float:
         """Seconds after which ranks that have not stopped by themselves are stopped."""
@@ -216,33 +209,3 @@ def _what(plan: dict[str, Any]) -> str:
     kill = plan["kill"]
     begins = "from a checkpoint" if "--resume" in plan["flags"] else "from the start"
     return begins + ("" if kill is None else f"; rank {kill['rank']} will be killed")
-
-
-def _start(command: list[str], environment: dict[str, str], output: Any) -> subprocess.Popen:
-    return subprocess.Popen(
-        command, env=environment, stdout=output, stderr=output, start_new_session=True
-    )
-
-
-def _finish(processes: list[subprocess.Popen], limit_s: float) -> list[int]:
-    """Exit statuses; no process outlives the call."""
-    deadline = time.monotonic() + limit_s
-    try:
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0.1))
-        return [124 if p.returncode is None else p.returncode for p in processes]
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for process in processes:
-                if process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(30)
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

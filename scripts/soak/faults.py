@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from soak.events import EventLog
 
 _STALL_SHARE = 0.01  # of the calls
 _LONG_STALL_SHARE = 0.1  # of the stalls
@@ -18,18 +18,6 @@ _STALL_S = (0.005, 0.1)
 _LONG_STALL_S = (0.5, 1.5)
 _CALLS_OF_A_STEP = 20  # at least: 2 layers x 2 micro-batches x 5 verbs, backward included
 _VERBS = ("prepare", "dispatch", "combine")
-
-
-class EventLog:
-    """One JSON object a line: what was done to a rank and what it saw. On disk at once."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
-
-    def write(self, **event: Any) -> None:
-        self._file.write(json.dumps(event) + "\n")
-        self._file.flush()
 
 
 class Disturbance:
@@ -85,4 +73,4 @@ class Disturbance:
             # The GPU is shared with innocent processes: leave no kernel of ours running.
             torch.cuda.synchronize()
         self._log.write(event="kill", step=self.step, verb=verb, time=time.time())
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # the children of this rank, too

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from soak.driver import PHASES
+from soak.events import events_of
 
 LOSS_LIMIT = 1e-6
 # Resident memory of a process on a busy host goes up and down by some MiB; a leak of one row buffer
@@ -69,17 +70,6 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Stretch]]:
     return state, stretches
 
 
-def events_of(file: Path) -> list[dict[str, Any]]:
-    """A last line cut short by a kill is left out."""
-    events = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return events
-
-
 def judge(state: dict[str, Any], stretches: list[Stretch]) -> Findings:
     """Everything the soak is for, one verdict each."""
     found = Findings()
@@ -91,7 +81,9 @@ def judge(state: dict[str, Any], stretches: list[Stretch]) -> Findings:
     }
     done = state["phase"] == "done"
     what = f"{state['steps']} steps, {len(stretches)} launches, {state['seconds']:.0f} s"
-    found.judge("finished", done, what if done else f"{what}; it stopped while {state['phase']}")
+    found.judge("finished", done, what if done else f"{what}; so far, {state['phase']}")
+    if state["phase"] in PHASES:
+        return found  # the rest is to come
     _judge_faults(found, state["settings"], stretches)
     _judge_losses(found, stretches)
     _judge_rows(found, stretches)

@@ -1,12 +1,7 @@
-"""One rank of one stretch of a training, disturbed or not: python -m soak.worker PLAN.json
-
-PLAN.json is written by the driver; see `driver.Soak._plan`. The exit status is 0 when the stretch
-has come to its end, 3 after an error, which is then in the rank's log.
-"""
+"""One rank of one stretch of a training, disturbed or not."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -21,7 +16,8 @@ from mixtral import cli, megatron_run, model
 from moe_ep.backends.base import Call
 from moe_ep.errors import MoEEPError
 from soak import workload
-from soak.faults import Disturbance, EventLog
+from soak.events import EventLog
+from soak.faults import Disturbance
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LINGER_S = 30.0  # for other survivors, so that none mistakes this rank's end for the death
@@ -163,8 +159,8 @@ def memory() -> dict[str, int]:
     return held
 
 
-def main() -> int:
-    plan = json.loads(Path(sys.argv[1]).read_text())
+def run(plan: dict[str, Any]) -> int:
+    """The exit status: 0 at the end of the stretch, 3 after an error, which the rank's log has."""
     megatron_run.Training = lambda *arguments: SoakTraining(plan, *arguments)  # type: ignore[misc]
     try:
         return megatron_run.run(cli.parse(plan["flags"]))
@@ -172,7 +168,3 @@ def main() -> int:
         print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(3)  # no collective of an exit handler may wait for the dead
-
-
-if __name__ == "__main__":
-    sys.exit(main())
