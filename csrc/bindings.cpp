@@ -150,6 +150,7 @@ void bind_communicator(py::module_& m) {
       .def("wait_counts", &Communicator::wait_counts, py::call_guard<py::gil_scoped_release>())
       .def("is_quiet", &Communicator::is_quiet)
       .def("fault", &Communicator::fault)
+      .def("last_wait", &Communicator::last_wait)
       .def("take_bad_peer", &Communicator::take_bad_peer)
       .def("sticky", &Communicator::sticky);
 }

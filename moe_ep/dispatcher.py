@@ -25,11 +25,12 @@ from moe_ep.events import CommStream, EventOverlap
 from moe_ep.handle import DispatchHandle, DispatchResult
 from moe_ep.handshake import handshake
 from moe_ep.layout import EPLayout
+from moe_ep.measure import Measured
 
 _LOW_LATENCY_IN_FLIGHT = 2
 
 
-class ExpertParallel:
+class ExpertParallel(Measured):
     """The EP exchange of one process group, for any number of MoE layers.
 
     Construction is collective: every rank of `group` must take part, and all must hold the same
@@ -51,6 +52,7 @@ class ExpertParallel:
         group = group if group is not None else dist.distributed_c10d._get_default_group()
         chosen = env.backend()
         seconds = env.timeout_s()
+        measured = env.statistics(), env.nvtx()
         if chosen is not None:
             layout = layout.replace(backend=chosen)
         if seconds is not None:
@@ -67,6 +69,7 @@ class ExpertParallel:
         )
         self.backend = backends.create(self.layout, group, self.channel, unavailable)
         self._comm_stream = CommStream(self.backend.device)
+        self._measure(*measured)
 
     # -- verbs ------------------------------------------------------------------------------------
 
@@ -78,6 +81,7 @@ class ExpertParallel:
         *,
         handle: DispatchHandle | None = None,
         dequantize: bool = True,
+        layer: str | int | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
     ) -> DispatchResult:
@@ -92,6 +96,7 @@ class ExpertParallel:
             handle: instead of topk_idx, the routing of an earlier dispatch: nothing but rows is
                 exchanged.
             dequantize: False returns an FP8 layout's rows as they travelled (no gradient).
+            layer: under which statistics and profiles show it; a handle passes it on.
             previous_event: the rows are read after it, instead of after all work queued so far
                 (backend cuda: and after earlier operations, on whichever stream they were).
             async_finish: the exchange runs on a stream of its own; wait for `event` of the result
@@ -108,7 +113,7 @@ class ExpertParallel:
             PeerTimeoutError: a rank did not come in time. The object is broken from then on.
         """
         (handle, (tokens, scales, row_probs)), event = self._comm_stream.run(
-            lambda: self._dispatch(x, topk_idx, topk_weights, handle, dequantize),
+            lambda: self._dispatch(x, topk_idx, topk_weights, handle, dequantize, layer),
             (x, topk_idx, topk_weights),
             previous_event=previous_event,
             async_finish=async_finish,
@@ -219,16 +224,20 @@ class ExpertParallel:
         topk_weights: Tensor | None,
         handle: DispatchHandle | None,
         dequantize: bool,
+        layer: str | int | None,
     ) -> tuple[DispatchHandle, tuple[Tensor, Tensor | None, Tensor | None]]:
         """The handle, and tokens, scales and probs."""
         call = self._call("dispatch.rows")
+        if layer is None and isinstance(handle, DispatchHandle):
+            layer = handle.layer
+        backend = self._backend_for(layer)
         if handle is None:
             call.phase = "dispatch.metadata"
             call.error = self._check_routing(x, topk_idx, topk_weights, dequantize)
             slots = None if call.error is not None else self._expert_slots(topk_idx)
-            plan = self.backend.prepare(slots, call)
+            plan = backend.prepare(slots, call)
             call = Call(call.operation, "dispatch.rows", call.timeout_s)
-            handle = DispatchHandle(plan, x.dtype, x.device, self)
+            handle = DispatchHandle(plan, x.dtype, x.device, self, layer=layer)
             self._handles.add(handle)
         else:
             call.error = self._check_handle(handle)
@@ -247,7 +256,7 @@ class ExpertParallel:
             probs = self._slot_weights(probs.to(wide))
         options = self.layout.dispatch
         fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
-        exchange = Exchange(self.backend, plan, self._call, fp8_scale, dequantize)
+        exchange = Exchange(backend, plan, self._call, fp8_scale, dequantize)
         return handle, autograd.dispatch(x, probs, exchange, call)
 
     def _combine(self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None) -> Tensor:
@@ -267,7 +276,7 @@ class ExpertParallel:
             weights = None if weights is None else rows.new_zeros(plan.num_rows, dtype=wide)
         elif weights is not None:
             weights = weights.to(wide)
-        exchange = Exchange(self.backend, plan, self._call)
+        exchange = Exchange(self._backend_for(handle.layer), plan, self._call)
         return autograd.combine(rows, weights, exchange, call)
 
     def _call(self, phase: str) -> Call:

@@ -9,6 +9,8 @@ LAYOUT = "MOE_EP_LAYOUT"
 BACKEND = "MOE_EP_BACKEND"
 TIMEOUT_S = "MOE_EP_TIMEOUT_S"
 MEMORY = "MOE_EP_MEMORY"
+STATISTICS = "MOE_EP_STATISTICS"
+NVTX = "MOE_EP_NVTX"
 
 
 def layout_path() -> str | None:
@@ -49,6 +51,23 @@ def memory() -> str:
     if choice not in ("auto", "ipc", "fd"):
         raise ValueError(f"{MEMORY}={choice!r} is none of auto, ipc, fd")
     return choice
+
+
+def statistics() -> bool:
+    """Whether every ExpertParallel collects statistics from its start."""
+    return _switch(STATISTICS)
+
+
+def nvtx() -> bool:
+    """Whether dispatch and combine show under their names in profiles."""
+    return _switch(NVTX)
+
+
+def _switch(name: str) -> bool:
+    text = os.environ.get(name) or "0"
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}={text!r} is neither 0 nor 1")
+    return text == "1"
 
 
 def under_torchrun() -> bool:

@@ -24,6 +24,8 @@ class DispatchHandle:
     owner: object = field(repr=False)
     in_flight: int = 0
     """Dispatches with this handle that no combine has followed yet."""
+    layer: str | int | None = None
+    """Under which statistics and profiles show it."""
 
     @property
     def operation(self) -> int:

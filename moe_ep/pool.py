@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.distributed as dist
 
 from moe_ep.dispatcher import ExpertParallel
@@ -23,6 +25,10 @@ class ExpertParallelPool:
             member = self._members[key] = ExpertParallel(layout, group)
         return member
 
+    def __iter__(self) -> Iterator[ExpertParallel]:
+        """The objects in use, in the order in which they were first asked for."""
+        return (member for member in list(self._members.values()) if not member.destroyed)
+
     def __len__(self) -> int:
         return len(self._members)
 
@@ -30,3 +36,19 @@ class ExpertParallelPool:
         """Destroys every object handed out. Idempotent."""
         while self._members:
             self._members.popitem()[1].destroy()
+
+
+def pool_scalars(pool: ExpertParallelPool, prefix: str) -> dict[str, float]:
+    """Statistics of all objects of a pool since the last call, by name; see docs/operating.md.
+
+    Collective over the group of each. Objects that did not collect begin to, and give nothing. With
+    several objects the names of each but the first have its number behind the prefix.
+    """
+    scalars: dict[str, float] = {}
+    for number, ep in enumerate(pool):
+        if ep.collects_stats:
+            group = ep.gather_stats(reset=True)
+            if group.layers:
+                scalars |= group.scalars(f"{prefix}/{number}" if number else prefix)
+        ep.collect_stats()
+    return scalars

@@ -272,6 +272,7 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   const Verdict verdict = judge(args, matrix, offsets.scan);
   const bool valid = verdict.status == NotifyStatus::kOk;
   if (blockIdx.x == 0) {
+    if (threadIdx.x == 0) report_wait(comm);
     write_header(args, matrix, offsets.scan, verdict.status);
     report(args, verdict);
   }

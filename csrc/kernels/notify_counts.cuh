@@ -172,15 +172,30 @@ __device__ inline void receive_counts(const CommView& comm, uint64_t operation, 
   const int step = gridDim.x * kNotifyThreads;
   for (int i = blockIdx.x * kNotifyThreads + threadIdx.x; i < comm.num_ranks * width; i += step) {
     uint64_t word = ptx::load_relaxed_system(counts + i);
-    for (Deadline deadline; word >> 32 != tag; word = ptx::load_relaxed_system(counts + i)) {
-      if (!deadline.expired(comm, comm.timeout_ns)) continue;
-      word = ptx::load_relaxed_system(counts + i);  // the last look
-      if (word >> 32 == tag) break;
-      record_fault(comm, i / width, Phase::kCounts, operation, operation << 32, word);
-      return;
+    if (word >> 32 != tag) {
+      Deadline deadline;
+      for (; word >> 32 != tag; word = ptx::load_relaxed_system(counts + i)) {
+        if (!deadline.expired(comm, comm.timeout_ns)) continue;
+        word = ptx::load_relaxed_system(counts + i);  // the last look
+        if (word >> 32 == tag) break;
+        record_fault(comm, i / width, Phase::kCounts, operation, operation << 32, word);
+        return;
+      }
+      if (i % width == width - 1) {  // one word tells for its row: all are sent at once
+        const uint64_t waited = pack_wait(ptx::global_nanoseconds() - deadline.start, i / width);
+        atomicMax(reinterpret_cast<unsigned long long*>(&comm.control->slowest_peer), waited);
+      }
     }
     matrix[i] = static_cast<int32_t>(word);
   }
+}
+
+// Tells the host who came last. Called by one thread, once all counts have arrived.
+__device__ inline void report_wait(const CommView& comm) {
+  const uint64_t slowest =
+      atomicExch(reinterpret_cast<unsigned long long*>(&comm.control->slowest_peer), 0ull);
+  // Nobody: all peers' counts had arrived before this rank's own were sent.
+  comm.host->slowest_peer = slowest != 0 ? slowest : pack_wait(0, comm.rank);
 }
 
 }  // namespace moe_ep

@@ -295,6 +295,12 @@ std::optional<Fault> Communicator::fault() const {
                record.operation, record.expected, record.seen};
 }
 
+std::optional<std::pair<int64_t, int>> Communicator::last_wait() const {
+  const uint64_t word = host_->slowest_peer;
+  if (word == 0) return std::nullopt;
+  return std::pair(wait_nanoseconds(word), wait_peer(word));
+}
+
 int Communicator::take_bad_peer() {
   const int peer = static_cast<int>(host_->bad_peer) - 1;
   if (peer >= 0) host_->bad_peer = 0;

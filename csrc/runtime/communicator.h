@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/symmetric_memory.h"
@@ -98,6 +99,9 @@ class Communicator {
     return host_->fault.state == 0 && host_->bad_peer == 0 && host_->sticky_status == 0;
   }
   std::optional<Fault> fault() const;
+  // Nanoseconds the last finished exchange of counts waited for the peer that came last, and that
+  // peer. No value: there was none.
+  std::optional<std::pair<int64_t, int>> last_wait() const;
   // A rank that reported bad input since the last call, or -1.
   int take_bad_peer();
   // What a notify that nobody waited for found wrong, as Counts with a status; kOk: nothing.

@@ -25,6 +25,7 @@ struct Control {
   uint64_t stage_operation[2];  // operation that last wrote the staging slot
   uint64_t combine_operation;   // operation that last wrote combine slots
   uint32_t abort;               // 1 after a fault: every wait gives up at once
+  uint64_t slowest_peer;        // pack_wait() of the peer waited for longest in this notify
   uint32_t barrier_count;       // of the grid barrier
   uint32_t barrier_generation;
   uint32_t arrived_stage;  // blocks that have finished the first half of a kernel
@@ -47,11 +48,22 @@ struct FaultRecord {
   uint64_t expected, seen;  // signal words
 };
 
+// How long a rank waited for the counts of the peer that came last, in one word: the largest word
+// is the longest wait. 0: nothing is known yet.
+MOE_EP_HOST_DEVICE uint64_t pack_wait(uint64_t nanoseconds, int peer) {
+  return nanoseconds << 16 | static_cast<uint64_t>(peer + 1);
+}
+MOE_EP_HOST_DEVICE int64_t wait_nanoseconds(uint64_t word) {
+  return static_cast<int64_t>(word >> 16);
+}
+MOE_EP_HOST_DEVICE int wait_peer(uint64_t word) { return static_cast<int>(word & 0xffff) - 1; }
+
 // In mapped host memory: written by the device, read by the host without a synchronisation.
 struct HostState {
   FaultRecord fault;
   volatile uint32_t bad_peer;       // 1 + a rank that said its input is bad in dispatch or combine
   volatile uint32_t sticky_status;  // NotifyStatus of the first failed notify nobody waited for
+  volatile uint64_t slowest_peer;   // pack_wait() of the last notify
   volatile uint32_t counts_ready;   // 1 once the rest belongs to the notify in flight
   NotifyStatus status;
   int32_t culprit;

@@ -98,6 +98,28 @@ def uninstall() -> None:
         installed.uninstall()
 
 
+def log_statistics(engine: Any) -> dict[str, float]:
+    """Writes what dispatch and combine did since the last call to DeepSpeed's monitors.
+
+    `"statistics_every": N` in the "moe_ep" section calls it after every N-th step; this is for
+    other times. Collective over every expert-parallel group: all ranks call it together. Global
+    rank 0 writes, of its own group. The first call only switches statistics on, unless
+    `statistics_every` or MOE_EP_STATISTICS=1 has.
+
+    Args:
+        engine: that `initialize` has converted.
+
+    Returns:
+        The scalars, on every rank; docs/operating.md lists the names.
+
+    Raises:
+        PeerTimeoutError: a rank of the group did not come in time.
+    """
+    from moe_ep.integrations.deepspeed import statistics
+
+    return statistics.log_statistics(engine)
+
+
 def convert(model: Any, section: dict[str, Any] | None = None) -> Conversion:
     """Converts the MoE layers of a model that no engine made, or not yet.
 

@@ -33,7 +33,9 @@ class CoreAutoEPLayer(AutoEPMoELayer):
             ro: the router's answer: top_scores [T, K] and selected_experts [T, K].
         """
         ep = self.moe_ep.expert_parallel(self.ep_group, tokens.dtype)
-        arrived = ep.dispatch(tokens, ro.selected_experts, ro.top_scores)
+        arrived = ep.dispatch(
+            tokens, ro.selected_experts, ro.top_scores, layer=self.moe_ep.shape.name
+        )
         self.moe_ep.count(arrived.handle)
         rows, weights = arrived.tokens, arrived.probs
         assert weights is not None

@@ -40,6 +40,8 @@ class MoEEPConfig(BaseModel):
         backend: replaces the layout's backend.
         tokens_per_rank: most tokens a rank passes to one exchange; replaces the layout's.
         timeouts: replace the layout's.
+        statistics_every: global steps between two records of what dispatch and combine did, among
+            the events of DeepSpeed's monitors; 0 collects none. See docs/operating.md.
         exact_clipping: in fp32 without ZeRO, clip by the norm of all gradients, every expert
             counted once; see `clipping`. Off, because it changes the losses of a run that clips.
     """
@@ -51,6 +53,7 @@ class MoEEPConfig(BaseModel):
     backend: Literal["auto", "reference", "cuda", "nvshmem"] | None = None
     tokens_per_rank: int | None = Field(default=None, ge=1)
     timeouts: TimeoutOptions = TimeoutOptions()
+    statistics_every: int = Field(default=0, ge=0)
     exact_clipping: bool = False
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any
 
 import deepspeed
 
-from moe_ep.integrations.deepspeed import clipping
+from moe_ep.integrations.deepspeed import clipping, statistics
 from moe_ep.integrations.deepspeed.config import SECTION, MoEEPConfig, read_config
 from moe_ep.integrations.deepspeed.conversion import Conversion
 
@@ -49,6 +49,9 @@ def convert_engine(engine: Any, options: MoEEPConfig, autoep: bool = True) -> Co
     engine.moe_ep = conversion
     if options.exact_clipping:
         engine.clip_fp32_gradients = types.MethodType(clipping.clip_fp32_gradients, engine)
+    if options.statistics_every:
+        statistics.collect(engine)
+        engine.step = types.MethodType(statistics.step, engine)
     engine.destroy = types.MethodType(_destroy_engine, engine)
     return conversion
 
@@ -61,7 +64,7 @@ def _destroy_engine(engine: Any) -> None:
 def restore_engine(engine: Any) -> None:
     """Undoes `convert_engine`."""
     engine.moe_ep.restore()
-    for name in ("moe_ep", "clip_fp32_gradients", "destroy"):
+    for name in ("moe_ep", "clip_fp32_gradients", "destroy", "step"):
         engine.__dict__.pop(name, None)
 
 

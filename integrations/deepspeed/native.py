@@ -75,7 +75,7 @@ class CoreMOELayer(MOELayer):
         """The sum over a token's experts, and the dtype in which the experts answered."""
         ep = self.moe_ep.expert_parallel(self.ep_group, tokens.dtype)
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            arrived = ep.dispatch(tokens, topk_idx, weights)
+            arrived = ep.dispatch(tokens, topk_idx, weights, layer=self.moe_ep.shape.name)
         self.moe_ep.count(arrived.handle)
         rows = self._run_experts(arrived.tokens, arrived.tokens_per_expert)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):

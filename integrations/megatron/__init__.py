@@ -13,7 +13,7 @@ Any Megatron script, unchanged: `python -m moe_ep.integrations.megatron SCRIPT A
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_ep.layout import EPLayout
 
@@ -47,6 +47,36 @@ def install(
     from moe_ep.integrations.megatron.integration import MegatronIntegration
 
     return MegatronIntegration(layout, backend).patch()
+
+
+def log_statistics(
+    writer: Any, iteration: int, wandb_writer: Any = None, *, prefix: str = "moe_ep"
+) -> dict[str, float]:
+    """Writes what dispatch and combine did since the last call, as scalars, and begins anew.
+
+    Collective over every expert-parallel group: all ranks call it at the same iteration, with
+    writer None on those that have none (Megatron's `get_tensorboard_writer()` gives that). What is
+    written is of the writing rank's own group. The first call switches statistics on, unless
+    MOE_EP_STATISTICS=1 has: it writes nothing then.
+
+    Args:
+        writer: anything with TensorBoard's `add_scalar(name, value, step)`, or None.
+        wandb_writer: anything with `log(values, step)`, or None.
+        prefix: of every name; docs/operating.md lists the names.
+
+    Returns:
+        The scalars, on every rank; empty where nothing has been counted yet.
+
+    Raises:
+        RuntimeError: moe_ep is not installed in Megatron.
+        PeerTimeoutError: a rank of the group did not come in time.
+    """
+    from moe_ep.integrations.megatron.integration import MegatronIntegration
+
+    installed = MegatronIntegration.installed()
+    if installed is None:
+        raise RuntimeError("log_statistics() needs install() before the model is built")
+    return installed.log_statistics(writer, iteration, wandb_writer, prefix=prefix)
 
 
 def uninstall() -> None:

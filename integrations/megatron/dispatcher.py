@@ -22,6 +22,9 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     Args:
         num_local_experts, local_expert_indices, config, pg_collection: as Megatron passes them.
         ep: the exchange over `pg_collection.tp_ep`, shared with other layers.
+
+    Attributes:
+        layer: the MoELayer it is in, once there is one; its number names it in statistics.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.ep = ep
+        self.layer: Any = None
         self.shared_experts = None
         self.hidden_shape: torch.Size | None = None
         self.topk_idx: Tensor | None = None
@@ -72,7 +76,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """tokens [T, H], weights [T, K] -> rows [N, H] expert-major, their probs [N]."""
         self._shared_experts_wait()
         self._read_here(self.topk_idx)
-        dispatched = self.ep.dispatch(hidden_states, self.topk_idx, probs)
+        number = getattr(self.layer, "layer_number", None)
+        dispatched = self.ep.dispatch(hidden_states, self.topk_idx, probs, layer=number)
         self.handle = dispatched.handle
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(dispatched.tokens)

@@ -20,7 +20,7 @@ from moe_ep.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from moe_ep.integrations.megatron.layout import layout_for
 from moe_ep.integrations.megatron.overlap import InputsKept
 from moe_ep.layout import EPLayout
-from moe_ep.pool import ExpertParallelPool
+from moe_ep.pool import ExpertParallelPool, pool_scalars
 
 _MARK = "moe_ep_integration"
 
@@ -96,6 +96,18 @@ class MegatronIntegration:
         """Destroys the communication objects of all layers built here. Idempotent."""
         self.pool.destroy()
 
+    def log_statistics(
+        self, writer: Any, iteration: int, wandb_writer: Any = None, *, prefix: str = "moe_ep"
+    ) -> dict[str, float]:
+        """See `moe_ep.integrations.megatron.log_statistics`; for layers of `layer_class`, too."""
+        scalars = pool_scalars(self.pool, prefix)
+        if writer is not None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb_writer is not None and scalars:
+            wandb_writer.log(scalars, iteration)
+        return scalars
+
     # -- building a layer -------------------------------------------------------------------------
 
     def layer_class(self) -> type[MoELayer]:
@@ -136,6 +148,7 @@ class MegatronIntegration:
             groups,
             self.pool.get(layout, groups.tp_ep),
         )
+        layer.token_dispatcher.layer = layer
         if layer.shared_expert_overlap and layer.shared_experts is not None:
             layer.token_dispatcher.set_shared_experts(layer.shared_experts)
 

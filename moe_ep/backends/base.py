@@ -59,6 +59,15 @@ class Call:
     """Bad input found on this rank: peers are told in place of data, then it is raised."""
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """What came to the experts of this rank in one or several dispatches, in rows."""
+
+    tokens_per_expert: list[int]  # [L] rows that hold a token
+    dispatched: list[int]  # [R] rows that each source rank sent in a dispatch
+    combined: list[int]  # [R] rows that a combine returns to it
+
+
 class Backend(Protocol):
     """Moves rows between the ranks of one group. All methods are collective.
 
@@ -115,8 +124,30 @@ class Backend(Protocol):
             out [T, H], and values [T, K] (zero in unused slots; None without `values`).
         """
 
+    def last_wait(self) -> tuple[int, int] | None:
+        """How long this rank waited in its last exchange of counts, and for whom.
+
+        Returns:
+            (nanoseconds from when this rank had sent its counts until those of the last peer had
+            arrived, the rank of that peer in the group); (0, its own rank) where it was the last
+            itself. A device reports it without being waited for: it is of the last exchange that
+            has got that far. None: nothing has been exchanged yet, or the backend can't tell.
+        """
+
     def check(self, call: Call) -> None:
         """Raises what a device has reported so far; does not wait for it."""
+
+    def rows_wait(self) -> tuple[int, int] | None:
+        """As `last_wait`, of the last exchange of rows. None: the backend can't tell."""
+
+    def tally(self, plan: Any) -> Tensor:
+        """Integers that tell what arrives with a plan, for `arrivals`; the host waits for nothing.
+
+        Tallies of several dispatches may be added up.
+        """
+
+    def arrivals(self, tally: Tensor) -> Arrivals:
+        """What a sum of tallies means. Waits for the device that holds it."""
 
     def refuse(self, call: Call) -> NoReturn:
         """Tells the peers of `call.error`, where there is nothing to exchange, and raises it."""

@@ -102,6 +102,8 @@ class Round:
         self.call = call
         self.kind = kind
         self.deadline = time.monotonic() + call.timeout_s
+        self.waited: tuple[int, int] | None = None
+        """After `finish`: nanoseconds until all peers had come, and the one that took longest."""
         self._statuses: list[_Message] = []
         self._payload: list[_Message] = []
         self._batch: list[dist.P2POp] = []
@@ -135,7 +137,7 @@ class Round:
             PeerError: a peer reported bad input. `call.error`: this rank's own.
         """
         self._start_batch()
-        self._wait(self._statuses)
+        self.waited = self._wait(self._statuses)
         theirs = {m.peer: _unpack(m.wire) for m in self._statuses if m.receives}
         self._check_kinds(theirs)
         self._wait(self._payload)
@@ -193,7 +195,10 @@ class Round:
         except RuntimeError as error:
             raise self._failure(peer, error) from None
 
-    def _wait(self, messages: list[_Message]) -> None:
+    def _wait(self, messages: list[_Message]) -> tuple[int, int] | None:
+        """Returns the nanoseconds it took, and the peer with the largest share in them."""
+        begun = last = time.perf_counter_ns()
+        longest, slowest = -1, None
         # Receipts first: what a peer has not sent says more than what it has not taken.
         for message in sorted(messages, key=lambda message: not message.receives):
             if message.work is None:
@@ -203,6 +208,11 @@ class Round:
                 message.work.wait(timedelta(seconds=left))
             except RuntimeError as error:
                 raise self._failure(message.peer, error) from None
+            now = time.perf_counter_ns()
+            if now - last > longest:
+                longest, slowest = now - last, message.peer
+            last = now
+        return None if slowest is None else (last - begun, slowest)
 
     def _start_batch(self) -> None:
         for work in dist.batch_isend_irecv(self._batch) if self._batch else []:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_ep.backends.base import Call, DispatchedRows
 from moe_ep.backends.channel import Channel
+from moe_ep.backends.cuda_figures import CudaFigures
 from moe_ep.backends.cuda_memory import SharedMemory
 from moe_ep.backends.cuda_plan import CudaPlan
 from moe_ep.errors import BrokenError, CapacityError, PeerError, PeerTimeoutError
@@ -85,7 +86,7 @@ def _lacking_architecture() -> str | None:
     )
 
 
-class CudaBackend:
+class CudaBackend(CudaFigures):
     """See `moe_ep.backends.base.Backend`.
 
     Args:
@@ -238,6 +239,13 @@ class CudaBackend:
         self._record(plan)
         self._raise_own_error(call)
         return out, slot_values
+
+    def last_wait(self) -> tuple[int, int] | None:
+        """See `Backend.last_wait`; by the device's clock, whose tick is up to a microsecond."""
+        if self._comm is None:
+            return None
+        waited: tuple[int, int] | None = self._comm.last_wait()
+        return waited
 
     def refuse(self, call: Call) -> NoReturn:
         """Takes part in the peers' operation with nothing but the error."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep.backends.base import Call, DispatchedRows, Plan
+from moe_ep.backends.base import Arrivals, Call, DispatchedRows, Plan
 from moe_ep.backends.channel import Channel, Round
 from moe_ep.errors import CapacityError
 from moe_ep.layout import EPLayout
@@ -67,6 +67,8 @@ class ReferenceBackend:
         self.num_slots_total = self.size * self.num_local_experts
         self.num_sms = layout.dispatch.num_sms
         self._scratch: dict[str, Tensor] = {}
+        self._counts_wait: tuple[int, int] | None = None
+        self._rows_wait: tuple[int, int] | None = None
 
     def prepare(
         self, topk_idx: Tensor | None, call: Call, capacity: int | None = None
@@ -86,6 +88,7 @@ class ReferenceBackend:
             exchange.send(peer, matrix[self.rank])
         order = None if topk_idx is None else torch.argsort(flat, stable=True)  # while they travel
         exchange.finish()
+        self._counts_wait = exchange.waited
         assert topk_idx is not None and order is not None
         matrix = matrix.cpu()
         if capacity is not None:
@@ -137,6 +140,21 @@ class ReferenceBackend:
     def check(self, call: Call) -> None:
         """Nothing happens behind a call's back."""
 
+    def last_wait(self) -> tuple[int, int] | None:
+        return self._counts_wait
+
+    def rows_wait(self) -> tuple[int, int] | None:
+        return self._rows_wait
+
+    def tally(self, plan: ReferencePlan) -> Tensor:
+        rows = torch.tensor([_num_rows(blocks) for blocks in plan.incoming])
+        return torch.cat([plan.valid_tokens_per_expert, rows])
+
+    def arrivals(self, tally: Tensor) -> Arrivals:
+        words = tally.tolist()
+        experts, rows = words[: self.num_local_experts], words[self.num_local_experts :]
+        return Arrivals(experts, rows, rows)
+
     def refuse(self, call: Call) -> NoReturn:
         assert call.error is not None
         Round(self.channel, call, f"{call.phase} refused").finish()
@@ -183,6 +201,7 @@ class ReferenceBackend:
                 place = output[arrived : arrived + count]
                 torch.index_select(column, 0, index[sent : sent + count], out=place)
         exchange.finish()
+        self._rows_wait = exchange.waited
         for arriving, blocks, output in packed:
             parts = arriving.split([count for _, count in blocks])
             for part, (first, count) in zip(parts, blocks, strict=True):
@@ -219,6 +238,7 @@ class ReferenceBackend:
             for column, output in zip(columns, outputs, strict=True):
                 output[sent : sent + count].copy_(column[arrived : arrived + count])
         exchange.finish()
+        self._rows_wait = exchange.waited
         return outputs
 
     def _buffer(self, name: str, num_rows: int, like: Tensor) -> Tensor:

@@ -221,6 +221,8 @@ RULES = {
         one_of("auto", "fd", "ipc", any_case=False),
     ),
     "MOE_EP_TIMEOUT_S": Rule("it bounds every wait for a peer", positive_seconds),
+    "MOE_EP_STATISTICS": Rule("statistics are collected from the start", one_of("0", "1")),
+    "MOE_EP_NVTX": Rule("dispatch and combine show in profiles", one_of("0", "1")),
     "MOE_EP_LAYOUT": Rule("install() reads this layout", existing_file),
     "CUDA_VISIBLE_DEVICES": Rule("it chooses the GPUs a process sees", visible_devices),
     "CUDA_DEVICE_MAX_CONNECTIONS": Rule(

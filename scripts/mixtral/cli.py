@@ -211,6 +211,15 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
         type=Path,
         help="folder of metrics.jsonl, loss.png and experts.png (default: runs/mixtral_MODEL)",
     )
+    add(
+        "--statistics-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="every N steps note what the deepep dispatcher moved, how long it took and who was "
+        "waited for: in metrics.jsonl, and where tensorboard is installed in OUT/tensorboard; "
+        "docs/operating.md tells the names (default: 0, none)",
+    )
     add("--save", type=Path, metavar="DIR", help="write checkpoints to this folder")
     add(
         "--save-every",
@@ -267,7 +276,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--lr {options.lr} must be a positive number")
     if options.top_k > model.num_experts:
         parser.error(f"--top-k {options.top_k} is more than the {model.num_experts} experts")
-    for flag in ("warmup", "eval_every", "save_every"):
+    if options.statistics_every and options.dispatcher != "deepep":
+        parser.error("--statistics-every counts for --dispatcher deepep only")
+    for flag in ("warmup", "eval_every", "save_every", "statistics_every"):
         if getattr(options, flag) < 0:
             parser.error(f"--{flag.replace('_', '-')} {getattr(options, flag)} is negative")
     return options

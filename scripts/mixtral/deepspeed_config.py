@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ def build(options: argparse.Namespace, on_cpu: bool) -> dict[str, Any]:
         if options.layout is not None:
             section["layout"] = str(layout_file(options))
         config["moe_ep"] = section
+    if options.statistics_every and importlib.util.find_spec("tensorboard") is not None:
+        config["tensorboard"] = {
+            "enabled": True,
+            "output_path": str(options.out),
+            "job_name": "tensorboard",
+        }
     return config
 
 

@@ -123,6 +123,8 @@ class Training:
             "zero": options.zero,
         }
         self.step = 0
+        if options.statistics_every:
+            self._statistics()  # the first call switches them on
 
     def _engine(self, models: Any) -> Any:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -159,6 +161,8 @@ class Training:
                 record = self._train_step()
                 if self._due(options.eval_every):
                     record["validation_loss"] = self._validate()
+                if options.statistics_every and self.step % options.statistics_every == 0:
+                    record["statistics"] = self._statistics()
                 if log is not None:
                     log.write(record)
                 progress.update(record)
@@ -172,6 +176,12 @@ class Training:
         self.engine.destroy()
         if self.rank == 0:
             self._report()
+
+    def _statistics(self) -> dict[str, float]:
+        """What moe_ep did since the last call; DeepSpeed's monitors get it too. Collective."""
+        from moe_ep.integrations.deepspeed import log_statistics
+
+        return log_statistics(self.engine)
 
     def _due(self, every: int) -> bool:
         return self.step == self.options.steps or (every > 0 and self.step % every == 0)

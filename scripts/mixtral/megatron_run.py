@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from mixtral import cli, launch, memory, quiet, resume
 from mixtral.data import Corpus, Windows, load_corpus, micro_batches
-from mixtral.metrics import ExpertCounter, MetricsLog, Progress, expert_metrics, summary
+from mixtral.metrics import (
+    ExpertCounter,
+    MetricsLog,
+    Progress,
+    expert_metrics,
+    summary,
+    tensorboard_writer,
+)
 
 _EVAL_MICRO_BATCHES = 8
 
@@ -165,6 +172,10 @@ class Training:
         self.schedule = get_forward_backward_func()
         self.settings = resume.settings(options) | {"text": corpus.fingerprint}
         self.step = 0
+        self.writer = None
+        if options.statistics_every:
+            self._statistics()  # the first call switches them on
+            self.writer = tensorboard_writer(options.out) if self.is_main else None
 
     def run(self) -> None:
         """Resumes if asked to, trains, validates, saves, and reports."""
@@ -178,6 +189,8 @@ class Training:
                 record = self._train_step()
                 if self._due(options.eval_every):
                     record["validation_loss"] = self._validate()
+                if options.statistics_every and self.step % options.statistics_every == 0:
+                    record["statistics"] = self._statistics()
                 if log is not None:
                     log.write(record)
                 progress.update(record)
@@ -188,8 +201,16 @@ class Training:
             self.experts.close()
             if log is not None:
                 log.close()
+            if self.writer is not None:
+                self.writer.close()
         if self.is_main:
             self._report()
+
+    def _statistics(self) -> dict[str, float]:
+        """What moe_ep did since the last call. Collective."""
+        from moe_ep.integrations import megatron
+
+        return megatron.log_statistics(self.writer, self.step)
 
     def _due(self, every: int) -> bool:
         return self.step == self.options.steps or (every > 0 and self.step % every == 0)

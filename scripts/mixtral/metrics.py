@@ -98,6 +98,15 @@ def expert_metrics(counts: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def tensorboard_writer(folder: Path) -> Any:
+    """TensorBoard's writer for a run's folder; None where tensorboard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
 class Progress:
     """A tqdm bar with loss, speed, and balance (fullest expert over the mean; 1 is even)."""
 

@@ -69,10 +69,13 @@ def test_resume_repeats_the_uninterrupted_run(deepspeed_ranks: RankServer, tmp_p
 def test_autoep_in_bf16(deepspeed_ranks: RankServer, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     flags = ["--seq-len", "32", "--micro-batch", "2", "--eval-every", "0", "--steps", "8"]
-    flags += ["--autoep", "--dtype", "bf16", "--lr", "1e-2"]
+    flags += ["--autoep", "--dtype", "bf16", "--lr", "1e-2", "--statistics-every", "4"]
     records = _train(deepspeed_ranks, tmp_path, *flags)
     assert records[-1]["lm_loss"] < records[0]["lm_loss"]
     assert records[-1]["rows_moved"] > 0 and records[-1]["aux_loss"] > 0
+    noted = records[-1]["statistics"]
+    rows = sum(noted[f"Train/moe_ep/rank_{rank}/rows"] for rank in (0, 1))
+    assert rows == sum(record["rows_moved"] for record in records[4:])
 
 
 @pytest.mark.parametrize(

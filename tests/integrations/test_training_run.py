@@ -70,7 +70,8 @@ def losses(records):
 def reference(tmp_path_factory):
     """Fifty steps on two ranks with moe_ep, a checkpoint every twenty."""
     folder = tmp_path_factory.mktemp("reference")
-    flags = ("--steps", 50, "--eval-every", 25, "--save", folder / "ckpt", "--save-every", 20)
+    flags = ("--steps", 50, "--eval-every", 25, "--save", folder / "ckpt", "--save-every", 20,
+             "--statistics-every", 20)  # fmt: skip
     return folder, *run_script(folder / "out", *flags)
 
 
@@ -90,6 +91,27 @@ def test_it_learns_and_reports(reference):
         assert (folder / "out" / name).read_bytes().startswith(b"\x89PNG")
         assert str(folder / "out" / name) in printed
     assert "train:" in errors and "arning" not in errors, errors[-4000:]
+
+
+def test_statistics_say_what_the_routers_decided(reference):
+    _, records, *_ = reference
+    noted = {r["step"]: r["statistics"] for r in records if "statistics" in r}
+    assert sorted(noted) == [20, 40]
+    for step, scalars in noted.items():
+        since = [r["tokens_per_expert"] for r in records if step - 20 < r["step"] <= step]
+        trained = sum(sum(map(sum, layers)) for layers in since)
+        # Validation, after step 25, routes 8 micro-batches of 2 x 64 tokens a rank: forward only.
+        validated = 2 * 2 * 2 * 8 * 2 * 64 if step == 40 else 0
+        rows = sum(scalars[f"moe_ep/rows_{link}"] for link in ("own_rank", "own_host"))
+        assert rows == 4 * trained + 2 * validated and scalars["moe_ep/rows_other_hosts"] == 0
+        assert sum(scalars[f"moe_ep/rank_{rank}/rows"] for rank in (0, 1)) == trained + validated
+        assert scalars["moe_ep/bytes_own_host"] == scalars["moe_ep/rows_own_host"] * 64 * 4
+        assert 1 <= scalars["moe_ep/imbalance"] <= 8
+        for name in ("dispatch_us", "combine_backward_us_max", "layer_1/dispatch_us"):
+            assert scalars[f"moe_ep/{name}"] > 0
+        assert {name.split("/")[1] for name in scalars if "layer_" in name} == {
+            "layer_1", "layer_2",
+        }  # fmt: skip
 
 
 def test_a_resumed_run_repeats_an_uninterrupted_one(reference, train, tmp_path):
