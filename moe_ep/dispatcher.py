@@ -107,12 +107,16 @@ class ExpertParallel:
             CapacityError: more rows than `dispatch.capacity`, on any rank.
             PeerTimeoutError: a rank did not come in time. The object is broken from then on.
         """
-        (handle, (tokens, scales, row_probs)), event = self._comm_stream.run(
-            lambda: self._dispatch(x, topk_idx, topk_weights, handle, dequantize),
-            (x, topk_idx, topk_weights),
-            previous_event=previous_event,
-            async_finish=async_finish,
-        )
+        call = self._call("dispatch.rows")
+        try:
+            (handle, (tokens, scales, row_probs)), event = self._comm_stream.run(
+                lambda: self._dispatch(x, topk_idx, topk_weights, handle, dequantize, call),
+                (x, topk_idx, topk_weights),
+                previous_event=previous_event,
+                async_finish=async_finish,
+            )
+        finally:
+            call.error = None  # its traceback leads here: a cycle that would keep tensors alive
         handle.in_flight += 1
         return DispatchResult(tokens, row_probs, handle, scales, event)
 
@@ -167,12 +171,16 @@ class ExpertParallel:
             PeerError, PeerTimeoutError: as for `dispatch`. On backend cuda peers get the PeerError
                 at a later call, and the object is broken on all ranks.
         """
-        out, event = self._comm_stream.run(
-            lambda: self._combine(rows, handle, weights),
-            (rows, weights),
-            previous_event=previous_event,
-            async_finish=async_finish,
-        )
+        call = self._call("combine.rows")
+        try:
+            out, event = self._comm_stream.run(
+                lambda: self._combine(rows, handle, weights, call),
+                (rows, weights),
+                previous_event=previous_event,
+                async_finish=async_finish,
+            )
+        finally:
+            call.error = None
         handle.in_flight = max(handle.in_flight - 1, 0)
         return (out, event) if async_finish else out
 
@@ -219,9 +227,9 @@ class ExpertParallel:
         topk_weights: Tensor | None,
         handle: DispatchHandle | None,
         dequantize: bool,
+        call: Call,
     ) -> tuple[DispatchHandle, tuple[Tensor, Tensor | None, Tensor | None]]:
         """The handle, and tokens, scales and probs."""
-        call = self._call("dispatch.rows")
         if handle is None:
             call.phase = "dispatch.metadata"
             call.error = self._check_routing(x, topk_idx, topk_weights, dequantize)
@@ -250,8 +258,9 @@ class ExpertParallel:
         exchange = Exchange(self.backend, plan, self._call, fp8_scale, dequantize)
         return handle, autograd.dispatch(x, probs, exchange, call)
 
-    def _combine(self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None) -> Tensor:
-        call = self._call("combine.rows")
+    def _combine(
+        self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None, call: Call
+    ) -> Tensor:
         call.error = self._check_handle(handle)
         if call.error is not None:
             self.backend.refuse(call)
