@@ -193,7 +193,8 @@ class ExpertParallel:
     # -- knobs and figures ------------------------------------------------------------------------
 
     def set_timeouts(self, *, first_s: float | None = None, steady_s: float | None = None) -> None:
-        """Bounds every later wait for a peer, in seconds: of the first operation, of the others.
+        """Bounds every later wait for a peer, in seconds: `first_s` in the first operation,
+        `steady_s` in the others. None leaves a bound as it is.
 
         Raises:
             LayoutError: not a positive number of seconds.
@@ -216,6 +217,7 @@ class ExpertParallel:
 
     @property
     def destroyed(self) -> bool:
+        """Whether `destroy` was called."""
         return self._destroyed
 
     # -- internals --------------------------------------------------------------------------------

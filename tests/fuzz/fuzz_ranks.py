@@ -132,8 +132,8 @@ class Rank:
         self._arrived(Flight(world, result, x, weights, step.grad == "yes"), step.weighted)
 
     def combine(self, step: Combine) -> None:
-        flight = self._pick(step.which)
-        if flight is None or flight.out is not None or flight.result.scales is not None:
+        flight = self._pick(step.which, lambda f: f.out is None and f.result.scales is None)
+        if flight is None:
             return
         result, world = flight.result, flight.world
         weights = step.weights if result.probs is not None else "no"
@@ -150,8 +150,8 @@ class Rank:
         self.operations += 1
 
     def backward(self, step: Backward) -> None:
-        flight = self._pick(step.which)
-        if flight is None or not flight.wants_grad:
+        flight = self._pick(step.which, lambda f: f.wants_grad)
+        if flight is None:
             return
         grad = gradients(flight.world, step.seed)
         if flight.out is None:
@@ -254,8 +254,11 @@ class Rank:
         first = self.rank // self.layout.expert_tensor * self.layout.local_experts
         part = self.rank % self.layout.expert_tensor
         table = [factor(first + e, part) for e in range(self.layout.local_experts)]
-        per_row = [f for f, n in zip(table, result.tokens_per_expert.tolist(), strict=True)
-                   for _ in range(n)]
+        per_row = [
+            f
+            for f, n in zip(table, result.tokens_per_expert.tolist(), strict=True)
+            for _ in range(n)
+        ]
         per_row += [1.0] * (len(places) - len(per_row))
         factors = torch.tensor(per_row, dtype=result.tokens.dtype, device=self.device)
         rows = result.tokens * factors.unsqueeze(1)
@@ -312,8 +315,10 @@ class Rank:
 
     def _bad_beside(self, flight: Flight, what: str, bad: bool) -> Callable[[], object]:
         result, handle = flight.result, flight.result.handle
-        x = torch.cat([flight.x.detach()] * 2) if len(flight.x) else flight.x.detach().new_ones(
-            1, self.layout.hidden
+        x = (
+            torch.cat([flight.x.detach()] * 2)
+            if len(flight.x)
+            else flight.x.detach().new_ones(1, self.layout.hidden)
         )
         probs = None if result.probs is None else result.probs.detach()
         good = flight.x.detach()
@@ -333,7 +338,9 @@ class Rank:
             "again tokens": lambda: self.ep.dispatch(x, handle=handle, topk_weights=weights),
             "again weights": lambda: self.ep.dispatch(good, handle=handle, topk_weights=wide),
             "again both": lambda: self.ep.dispatch(good, ids, weights, handle=handle),
-            "rows": lambda: self.ep.combine(torch.cat([rows, rows[:1], good[:1], x]), handle, probs),
+            "rows": lambda: self.ep.combine(
+                torch.cat([rows, rows[:1], good[:1], x]), handle, probs
+            ),
             "rows dtype": lambda: self.ep.combine(rows.long(), handle, probs),
             "row weights": lambda: self.ep.combine(rows, handle, probs.unsqueeze(1)),  # type: ignore[union-attr]
             "no tensor": lambda: self.ep.combine([1.0], handle, probs),  # type: ignore[call-overload]
@@ -354,8 +361,11 @@ class Rank:
             return
         raise AssertionError(f"no error; expected {kinds}")
 
-    def _pick(self, which: int) -> Flight | None:
-        return self.flights[which % len(self.flights)] if self.flights else None
+    def _pick(
+        self, which: int, fits: Callable[[Flight], bool] = lambda flight: True
+    ) -> Flight | None:
+        flights = [flight for flight in self.flights if fits(flight)]
+        return flights[which % len(flights)] if flights else None
 
     def _forget(self, flight: Flight) -> None:
         self.flights.remove(flight)
