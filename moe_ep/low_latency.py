@@ -178,7 +178,11 @@ class LowLatencyVerbs:
         return total, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """[L, N, H] bf16 for the expert rows of the combine with `handle`; any tensor is as good."""
+        """[L, N, H] bf16 for the expert rows of the next combine, which may be any other tensor.
+
+        Args:
+            handle: of the dispatch whose rows they are.
+        """
         low_latency = self._in_low_latency_mode()
         checks.check_handle(handle, LowLatencyHandle, low_latency, received=False)
         source = handle[0]

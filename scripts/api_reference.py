@@ -189,7 +189,7 @@ def _item(text: str) -> str:
 
 
 def omissions() -> list[str]:
-    """Public functions and classes without a docstring, and parameters that theirs does not name."""
+    """What is public and has no docstring, and parameters that a docstring does not name."""
     missing = []
     for _, name, thing in public_objects():
         documented = [(name, thing)]
@@ -203,7 +203,10 @@ def omissions() -> list[str]:
             if not text:
                 missing.append(f"{full}: no docstring")
             elif not free and "rguments" not in text:  # "same arguments", "DeepSpeed's arguments"
-                names = set(inspect.signature(inspect.unwrap(function)).parameters) - {"self", "cls"}
+                names = set(inspect.signature(inspect.unwrap(function)).parameters) - {
+                    "self",
+                    "cls",
+                }
                 missing += [f"{full}: {n}" for n in sorted(names) if not _named(n, text)]
     return missing
 

@@ -56,7 +56,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def as_text(report: Report) -> str:
-    """What runs here in a table, what is well in one line, what isn't with its fix (JSON says why)."""
+    """What runs here, what is well in one line, what isn't with its fix (JSON says why)."""
     findings = report.findings()
     headline = [f.seen for name in _HEADLINES for f in findings if f.id == name]
     lines = [f"moe-ep doctor {report.version}, {report.source}: {'; '.join(headline)}", ""]

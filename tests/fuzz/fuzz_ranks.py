@@ -193,6 +193,8 @@ class Rank:
         fresh = step.what not in _OF_A_HANDLE
         if self._full() or (flight is None and not fresh):
             return
+        if self.backend == "cuda" and self.layout.capacity is not None:
+            return  # peers learn of it at a later call, and the object is broken
         if fresh or flight is None:
             tokens = tuple(1 + (step.seed + rank) % 3 for rank in range(self.layout.ranks))
             world = make_world(self.layout, Dispatch(step.seed, tokens, 1, x_dtype="fp32"))

@@ -14,7 +14,7 @@ from fuzz_model import World, make_world
 from fuzz_ranks import RankPool
 from fuzz_steps import Dispatch, Layout, Program
 
-PROGRAMS = 330
+PROGRAMS = 380
 LEAST_OPERATIONS = 10_000
 
 
