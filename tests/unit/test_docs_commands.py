@@ -188,3 +188,18 @@ def test_other_blocks_parse(page: Path) -> None:
                 EPLayout(**data)
         else:
             assert language in ("", "text", "bash", "python", "cpp", "cuda"), language
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            text = file.read_text()
+            headings = re.findall(r"^#+ (.*)$", text, re.M)
+            slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert anchor in slugs or f'id="{anchor}"' in text, f"{page.name}: {target}"
