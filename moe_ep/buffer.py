@@ -29,8 +29,15 @@ from moe_ep.rank_exchange import RankExchange
 
 @dataclass(frozen=True)
 class Config:
-    """DeepEP's tuning knobs. `num_sms` bounds the blocks of our kernels; the sizes of chunks are of
-    a ring buffer that we don't have, and only take part in the size hint."""
+    """DeepEP's tuning knobs.
+
+    Attributes:
+        num_sms: blocks of a kernel at most; at least 1, else ValueError.
+        num_max_nvl_chunked_recv_tokens: takes part in the size hint only: DeepEP's ring buffer,
+            whose chunks it sizes, does not exist here.
+        num_max_nvl_chunked_send_tokens, num_max_rdma_chunked_send_tokens,
+            num_max_rdma_chunked_recv_tokens: likewise without effect.
+    """
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
@@ -43,12 +50,13 @@ class Config:
             raise ValueError(f"num_sms={self.num_sms}; it must be at least 1")
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes of symmetric memory for one chunk of rows: two for staging, one a rank for sums.
-        A hint only: a Buffer makes room for what it is given."""
+        """Bytes of symmetric memory for one chunk of rows of `hidden_bytes` bytes: two for staging,
+        one for the sums of each of `num_ranks`. A hint: a Buffer makes room for what it is given.
+        """
         return self.num_max_nvl_chunked_recv_tokens * hidden_bytes * (2 + num_ranks)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: all ranks are on one host."""
+        """0, whatever `hidden_bytes` and `num_ranks`: all ranks are on one host."""
         return 0
 
 
@@ -118,19 +126,19 @@ class Buffer(LowLatencyVerbs):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets `Buffer.num_sms`; it must be even and positive."""
+        """Sets `Buffer.num_sms` to `new_num_sms` blocks; ValueError unless even and positive."""
         if new_num_sms < 2 or new_num_sms % 2:
             raise ValueError(f"num_sms={new_num_sms}; it must be even and at least 2")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The config `dispatch` uses where none is given; for any number of ranks."""
+        """The config `dispatch` uses where none is given; the same for any `num_ranks`."""
         return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """The config `combine` uses where none is given; for any number of ranks."""
+        """The config `combine` uses where none is given; the same for any `num_ranks`."""
         return Config(Buffer.num_sms)
 
     @staticmethod
@@ -156,6 +164,7 @@ class Buffer(LowLatencyVerbs):
         Args:
             size: shape of the result; None: all of it, one dimension.
             offset: its first element, counted in `dtype`.
+            use_rdma_buffer: the memory of `num_rdma_bytes` bytes.
         """
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         if use_rdma_buffer not in self._local:

@@ -112,12 +112,16 @@ class ExpertParallel(Measured):
             CapacityError: more rows than `dispatch.capacity`, on any rank.
             PeerTimeoutError: a rank did not come in time. The object is broken from then on.
         """
-        (handle, (tokens, scales, row_probs)), event = self._comm_stream.run(
-            lambda: self._dispatch(x, topk_idx, topk_weights, handle, dequantize, layer),
-            (x, topk_idx, topk_weights),
-            previous_event=previous_event,
-            async_finish=async_finish,
-        )
+        call = self._call("dispatch.rows")
+        try:
+            (handle, (tokens, scales, row_probs)), event = self._comm_stream.run(
+                lambda: self._dispatch(x, topk_idx, topk_weights, handle, dequantize, layer, call),
+                (x, topk_idx, topk_weights),
+                previous_event=previous_event,
+                async_finish=async_finish,
+            )
+        finally:
+            call.error = None  # its traceback leads here: a cycle that would keep tensors alive
         handle.in_flight += 1
         return DispatchResult(tokens, row_probs, handle, scales, event)
 
@@ -172,12 +176,16 @@ class ExpertParallel(Measured):
             PeerError, PeerTimeoutError: as for `dispatch`. On backend cuda peers get the PeerError
                 at a later call, and the object is broken on all ranks.
         """
-        out, event = self._comm_stream.run(
-            lambda: self._combine(rows, handle, weights),
-            (rows, weights),
-            previous_event=previous_event,
-            async_finish=async_finish,
-        )
+        call = self._call("combine.rows")
+        try:
+            out, event = self._comm_stream.run(
+                lambda: self._combine(rows, handle, weights, call),
+                (rows, weights),
+                previous_event=previous_event,
+                async_finish=async_finish,
+            )
+        finally:
+            call.error = None
         handle.in_flight = max(handle.in_flight - 1, 0)
         return (out, event) if async_finish else out
 
@@ -190,7 +198,8 @@ class ExpertParallel(Measured):
     # -- knobs and figures ------------------------------------------------------------------------
 
     def set_timeouts(self, *, first_s: float | None = None, steady_s: float | None = None) -> None:
-        """Bounds every later wait for a peer, in seconds: of the first operation, of the others.
+        """Bounds every later wait for a peer, in seconds: `first_s` in the first operation,
+        `steady_s` in the others. None leaves a bound as it is.
 
         Raises:
             LayoutError: not a positive number of seconds.
@@ -213,6 +222,7 @@ class ExpertParallel(Measured):
 
     @property
     def destroyed(self) -> bool:
+        """Whether `destroy` was called."""
         return self._destroyed
 
     # -- internals --------------------------------------------------------------------------------
@@ -225,9 +235,9 @@ class ExpertParallel(Measured):
         handle: DispatchHandle | None,
         dequantize: bool,
         layer: str | int | None,
+        call: Call,
     ) -> tuple[DispatchHandle, tuple[Tensor, Tensor | None, Tensor | None]]:
         """The handle, and tokens, scales and probs."""
-        call = self._call("dispatch.rows")
         if layer is None and isinstance(handle, DispatchHandle):
             layer = handle.layer
         backend = self._backend_for(layer)
@@ -259,8 +269,9 @@ class ExpertParallel(Measured):
         exchange = Exchange(backend, plan, self._call, fp8_scale, dequantize)
         return handle, autograd.dispatch(x, probs, exchange, call)
 
-    def _combine(self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None) -> Tensor:
-        call = self._call("combine.rows")
+    def _combine(
+        self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None, call: Call
+    ) -> Tensor:
         call.error = self._check_handle(handle)
         if call.error is not None:
             self.backend.refuse(call)

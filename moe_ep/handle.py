@@ -16,6 +16,13 @@ class DispatchHandle:
     """The routing of one dispatch. `combine` needs it; `dispatch` can use it again.
 
     It holds indices only, no communication buffer: any number may be alive.
+
+    Attributes:
+        plan: the backend's form of the routing.
+        dtype, device: of the x that was dispatched.
+        owner: the ExpertParallel it belongs to.
+        in_flight: dispatches with this handle that no combine has followed yet.
+        layer: under which statistics and profiles show it.
     """
 
     plan: Plan = field(repr=False)
@@ -23,9 +30,7 @@ class DispatchHandle:
     device: torch.device
     owner: object = field(repr=False)
     in_flight: int = 0
-    """Dispatches with this handle that no combine has followed yet."""
     layer: str | int | None = None
-    """Under which statistics and profiles show it."""
 
     @property
     def operation(self) -> int:

@@ -30,7 +30,7 @@ class ModelShape(_Section):
         ge=1, le=MAX_EXPERTS, description="experts of one MoE layer, all ranks"
     )
     top_k: int = Field(ge=1, le=MAX_TOP_K, description="experts a token is sent to")
-    num_moe_layers: int = Field(default=1, ge=1)
+    num_moe_layers: int = Field(default=1, ge=1, description="for `moe-ep plan`")
 
 
 class ParallelShape(_Section):
@@ -38,21 +38,30 @@ class ParallelShape(_Section):
 
     expert: int = Field(ge=1, description="expert-parallel size")
     expert_tensor: int = Field(default=1, ge=1, description="ranks that share one expert")
-    ranks_per_host: int = Field(default=8, ge=1)
+    ranks_per_host: int = Field(default=8, ge=1, description="ranks that share a host")
 
     @property
     def group_size(self) -> int:
+        """Ranks of the EP group."""
         return self.expert * self.expert_tensor
 
 
 class DispatchOptions(_Section):
     """How rows travel."""
 
-    dtype: Literal["bf16", "fp16", "fp32", "fp64", "fp8_e4m3"] = "bf16"
-    scale: Literal["fp32", "power_of_two"] = "fp32"
-    row_alignment: int = Field(default=1, ge=1, le=4096)
-    num_sms: int = Field(default=24, ge=1, le=1024)
-    mode: Literal["throughput", "low_latency"] = "throughput"
+    dtype: Literal["bf16", "fp16", "fp32", "fp64", "fp8_e4m3"] = Field(
+        default="bf16", description="of the rows that travel"
+    )
+    scale: Literal["fp32", "power_of_two"] = Field(
+        default="fp32", description=f"of fp8_e4m3, one per {FP8_BLOCK} columns"
+    )
+    row_alignment: int = Field(
+        default=1, ge=1, le=4096, description="an expert's rows are padded with zeros to a multiple"
+    )
+    num_sms: int = Field(default=24, ge=1, le=1024, description="blocks of a kernel at most")
+    mode: Literal["throughput", "low_latency"] = Field(
+        default="throughput", description="low_latency allows two dispatches in flight"
+    )
     exact_combine: bool = Field(default=False, description="sum in slot order, rounding once")
     capacity: int | None = Field(default=None, ge=1, description="static rows of a rank's result")
 
@@ -67,18 +76,22 @@ class Timeouts(_Section):
 class EPLayout(_Section):
     """A validated, immutable description of one expert-parallel exchange.
 
-    Sections `model`, `parallel`, `dispatch` and `timeouts` are described by their classes.
+    Made from keywords, each section as a mapping or an object of its class.
 
-    Attributes:
-        tokens_per_rank: most tokens a rank passes to one dispatch; None puts no limit.
-        backend: "auto" takes the fastest one that runs here and logs which and why.
+    Raises:
+        LayoutError: an unknown key, a wrong value, or values that do not fit each other; the
+            message gives the path of the key, its value, and what would be valid.
     """
 
     model: ModelShape
     parallel: ParallelShape
-    tokens_per_rank: int | None = Field(default=None, ge=1)
+    tokens_per_rank: int | None = Field(
+        default=None, ge=1, description="most tokens of one dispatch; null puts no limit"
+    )
     dispatch: DispatchOptions = DispatchOptions()
-    backend: Literal["auto", "reference", "cuda", "nvshmem"] = "auto"
+    backend: Literal["auto", "reference", "cuda", "nvshmem"] = Field(
+        default="auto", description="auto takes the fastest that runs here; logs which and why"
+    )
     timeouts: Timeouts = Timeouts()
 
     def __init__(self, **data: Any) -> None:
@@ -89,7 +102,7 @@ class EPLayout(_Section):
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> EPLayout:
-        """As pydantic's, but raises LayoutError."""
+        """As pydantic's, with its arguments, but raises LayoutError."""
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
@@ -149,7 +162,11 @@ class EPLayout(_Section):
             raise LayoutError(f"{path}: {error}") from None
 
     def replace(self, **changes: Any) -> EPLayout:
-        """A validated copy with some values changed; keys are dotted, as in "dispatch.dtype"."""
+        """A validated copy with `changes`, whose keys are dotted, as in "dispatch.dtype".
+
+        Raises:
+            LayoutError: no such section or key, or the changed layout is not valid.
+        """
         data = self.model_dump()
         for dotted, value in changes.items():
             *sections, key = dotted.split(".")
@@ -162,7 +179,7 @@ class EPLayout(_Section):
         return EPLayout(**data)
 
     def differences(self, other: EPLayout) -> list[str]:
-        """Keys on which two layouts differ, as "key: value here, value there"."""
+        """Keys on which this and the `other` layout differ, as "key: value here and there"."""
         mine, theirs = _flatten(self.model_dump()), _flatten(other.model_dump())
         return [f"{key}: {mine[key]} and {theirs[key]}" for key in mine if mine[key] != theirs[key]]
 

@@ -36,14 +36,22 @@ class LowLatencyVerbs:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of symmetric memory that low-latency operations of this shape need."""
+        """Bytes of symmetric memory that low-latency operations of this shape need.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: Tmax. hidden: H. num_ranks: R. num_experts: E.
+
+        Raises:
+            ValueError: R does not divide E.
+        """
         checks.check_experts(num_experts, num_ranks)
         return num_bytes_needed(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing has to be cleaned: signals carry the number of their operation."""
+        """Does nothing, whatever `num_max_dispatch_tokens_per_rank`, `hidden` and `num_experts`:
+        signals carry the number of their operation."""
 
     @torch.no_grad()
     def low_latency_dispatch(
@@ -170,7 +178,11 @@ class LowLatencyVerbs:
         return total, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """[L, N, H] bf16 for the expert rows of the next combine. Any other tensor is as good."""
+        """[L, N, H] bf16 for the expert rows of the next combine, which may be any other tensor.
+
+        Args:
+            handle: of the dispatch whose rows they are.
+        """
         low_latency = self._in_low_latency_mode()
         checks.check_handle(handle, LowLatencyHandle, low_latency, received=False)
         source = handle[0]

@@ -17,8 +17,12 @@ class ExpertParallelPool:
         self._members: dict[tuple[dist.ProcessGroup, EPLayout], ExpertParallel] = {}
 
     def get(self, layout: EPLayout, group: dist.ProcessGroup) -> ExpertParallel:
-        """The pool's object for this pair; built (collectively) when first asked for, and again
-        where somebody destroyed it."""
+        """The pool's object for this `layout` and `group`; built (collectively) when first asked
+        for, and again where somebody destroyed it.
+
+        Raises:
+            LayoutError, BackendUnavailableError, PeerTimeoutError: as ExpertParallel.
+        """
         key = (group, layout)
         member = self._members.get(key)
         if member is None or member.destroyed:

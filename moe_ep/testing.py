@@ -27,7 +27,15 @@ from typing import Any
 
 @dataclass
 class Outcome:
-    """How one rank ended. `exitcode` is None where it had to be killed at the time limit."""
+    """How one rank ended.
+
+    Attributes:
+        rank: which one.
+        exitcode: of its process; None where it had to be killed at the time limit.
+        result: what its call returned.
+        error: its traceback, or how else it failed; None if it did not.
+        seconds: from the start to the end of its process.
+    """
 
     rank: int
     exitcode: int | None
@@ -56,7 +64,7 @@ def launch_ranks(
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, limit_s: float = 60.0
 ) -> list[Any]:
-    """As `launch_ranks`, for ranks that must succeed.
+    """As `launch_ranks`, for ranks that must succeed; same arguments.
 
     Returns:
         What each rank's call returned, by rank.

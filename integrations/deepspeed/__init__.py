@@ -47,6 +47,8 @@ def initialize(
     Otherwise the engine's MoE layers exchange their tokens through moe_ep, and `engine.moe_ep` is
     the `Conversion` that owns the communication.
 
+    All arguments are DeepSpeed's own, with their meaning there.
+
     Returns:
         engine, optimizer, training dataloader and learning rate scheduler, as from DeepSpeed.
 

@@ -20,6 +20,8 @@ SECTION = "moe_ep"
 class ConfigError(MoEEPError, ValueError):
     """The "moe_ep" section of a DeepSpeed config is invalid; the message has the key's path."""
 
+    anchor = "deepspeed-config"
+
 
 class TimeoutOptions(BaseModel):
     """Bounds of every wait for a peer, in seconds; they replace the layout's."""

@@ -123,7 +123,8 @@ class Conversion:
     def expert_parallel(
         self, shape: LayerShape, group: dist.ProcessGroup | None, dtype: torch.dtype
     ) -> ExpertParallel:
-        """The shared object for a layer; built when it is first asked for. Collective then.
+        """The shared object for a layer of this `shape` over `group`, for rows of `dtype`; built
+        when it is first asked for. Collective then.
 
         Raises:
             BrokenError: after `destroy` or `restore`.

@@ -69,7 +69,11 @@ def restore_engine(engine: Any) -> None:
 
 
 class DeepSpeedIntegration:
-    """The patch of `deepspeed.initialize`, and the engines it has converted."""
+    """The patch of `deepspeed.initialize`, and the engines it has converted.
+
+    Args:
+        original: the function that is patched.
+    """
 
     def __init__(self, original: Any) -> None:
         self.original = original

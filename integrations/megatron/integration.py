@@ -30,6 +30,14 @@ class MegatronIntegration:
 
     `patch()` does it for all layers of the process; `layer_class()` gives a MoELayer subclass for
     a layer spec, for those who refuse patching.
+
+    Args:
+        layout: an EPLayout or the path of one; None: the file named by MOE_EP_LAYOUT, or else a
+            layout made from each model's own config.
+        backend: replaces the layout's backend.
+
+    Raises:
+        LayoutError: the layout file is invalid.
     """
 
     def __init__(
@@ -53,6 +61,14 @@ class MegatronIntegration:
         return getattr(MoELayer.__init__, _MARK, None)
 
     def patch(self) -> MegatronIntegration:
+        """What `install` does. Idempotent.
+
+        Returns:
+            The integration that is in place.
+
+        Raises:
+            RuntimeError: another one is, with another layout or backend.
+        """
         present = self.installed()
         if present is not None:
             if (present.layout, present.backend) != (self.layout, self.backend):
@@ -84,6 +100,7 @@ class MegatronIntegration:
         return self
 
     def unpatch(self) -> None:
+        """Takes the patch away, if it is this object's, and destroys the communication objects."""
         if self.installed() is self:
             MoELayer.__init__ = self._layer_init
             TransformerConfig.__post_init__ = self._config_check
@@ -123,7 +140,8 @@ class MegatronIntegration:
     def init_layer(
         self, layer: MoELayer, config: TransformerConfig, *args: Any, **kwargs: Any
     ) -> None:
-        """Initialises `layer` as Megatron would, with our dispatcher in it.
+        """Initialises `layer` as Megatron would from the same `args` and `kwargs`, with our
+        dispatcher in it. Collective over the layer's expert-parallel group.
 
         Raises:
             LayoutError: the model does not fit the layout.

@@ -5,7 +5,9 @@ Held equal to that header by a test, for random shapes.
 
 from __future__ import annotations
 
+from moe_ep.backends.low_latency_base import MAX_EXPERTS
 from moe_ep.layout import FP8_BLOCK, EPLayout
+from moe_ep.low_latency import LowLatencyVerbs
 
 # Of an element in its widest form: gradients of an FP8 layout may be fp32.
 WIDEST_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 4}
@@ -22,18 +24,27 @@ def count_columns(num_experts: int, num_ranks: int) -> int:
 
 
 def symmetric_bytes(layout: EPLayout, tokens: int | None = None) -> int | None:
-    """Bytes of symmetric memory per rank with backend cuda, throughput mode.
+    """Bytes of symmetric memory per rank with backend cuda; in low-latency mode with `Buffer`.
 
-    None where that backend has no kernels: for the dtype, or for low-latency mode.
+    None where there are no kernels: for the dtype; in low-latency mode also for too many experts,
+    for expert tensor parallelism, or without a number of tokens.
 
     Args:
         tokens: most tokens of a rank so far, where the layout names no limit: memory then has
             grown to a quarter more than that.
     """
     dtype, parallel = layout.dispatch.dtype, layout.parallel
-    if dtype not in WIDEST_BYTES or layout.dispatch.mode == "low_latency":
-        return None
     room = layout.tokens_per_rank
+    if layout.dispatch.mode == "low_latency":
+        room = room or tokens
+        few = layout.model.num_experts <= MAX_EXPERTS
+        if dtype not in ("bf16", "fp8_e4m3") or parallel.expert_tensor > 1 or not few or not room:
+            return None
+        return LowLatencyVerbs.get_low_latency_rdma_size_hint(
+            room, layout.model.hidden, parallel.group_size, layout.model.num_experts
+        )
+    if dtype not in WIDEST_BYTES:
+        return None
     if room is None:
         needed = tokens or 0
         room = _SMALLEST_TOKENS if needed <= _SMALLEST_TOKENS else needed + needed // 4

@@ -56,27 +56,41 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def as_text(report: Report) -> str:
-    """A table for people: what is well in one line, what isn't with its fix (JSON says why)."""
+    """What runs here, what is well in one line, what isn't with its fix (JSON says why)."""
     findings = report.findings()
     headline = [f.seen for name in _HEADLINES for f in findings if f.id == name]
     lines = [f"moe-ep doctor {report.version}, {report.source}: {'; '.join(headline)}", ""]
-    for level, label in (("ok", "ok"), ("not_applicable", "not needed")):
-        names = [finding.id for finding in findings if finding.level == level]
-        if names:
-            lines += _wrapped(f"{label:<11}", " ".join(names))
+    width = len("not needed ")
+    lines.append(f"{'backend':<{width}}runs here")
+    for verdict in report.backends:
+        answer = "yes" if verdict.runs else f"no: {verdict.reason}"
+        lines += _wrapped(f"{verdict.backend:<{width}}", answer)
     lines.append("")
+    for level, label in (("ok", "ok"), ("not_applicable", "not needed")):
+        names = _names(findings, level)
+        if names:
+            lines += _wrapped(f"{label:<{width}}", " ".join(names))
     for level in ("warning", "failure"):
         for finding in findings:
             if finding.level == level:
                 lines += _problem(finding)
-    width = max(len(verdict.backend) for verdict in report.backends)
-    lines += [*([""] if lines[-1] else []), f"{'backend':<{width}}  runs here"]
-    for verdict in report.backends:
-        answer = "yes" if verdict.runs else f"no: {verdict.reason}"
-        lines += _wrapped(f"{verdict.backend:<{width}}  ", answer)
     counts = {level: sum(f.level == level for f in findings) for level in ("failure", "warning")}
     summary = ", ".join(f"{n} {level}{'s' if n != 1 else ''}" for level, n in counts.items())
-    return "\n".join([*lines, "", f"{summary}; exit code {report.exit_code()}"])
+    return "\n".join([*lines, f"{summary}; exit code {report.exit_code()}"])
+
+
+def _names(findings: Sequence[Finding], level: str) -> list[str]:
+    """Ids of one level; "area.*" where two or more of an area are all of it."""
+    names = []
+    for finding in findings:
+        if finding.level != level:
+            continue
+        area = finding.id.partition(".")[0]
+        levels = [f.level for f in findings if f.id.partition(".")[0] == area]
+        name = f"{area}.*" if len(levels) > 1 and set(levels) == {level} else finding.id
+        if name not in names:
+            names.append(name)
+    return names
 
 
 def _problem(finding: Finding) -> list[str]:

@@ -107,6 +107,15 @@ def gid_index(value: str, machine: Machine, wish: Wish) -> Problem | None:
     return None
 
 
+def nvshmem_gid_index(value: str, machine: Machine, wish: Wish) -> Problem | None:
+    problem = gid_index(value, machine, wish)
+    other = machine.environment.get("NCCL_IB_GID_INDEX", value)
+    if problem is None and "-1" not in (value, other) and int(value) != int(other):
+        text = f"contradicts NCCL_IB_GID_INDEX={other}: both send from the same ports"
+        return Problem("warning", text, "set both to one index, or unset both")
+    return problem
+
+
 def adapter_list(value: str, machine: Machine, wish: Wish) -> Problem | None:
     present = machine.list_dir(ADAPTERS)
     wanted = [item.split(":")[0].strip(" ^=") for item in value.split(",")]
@@ -250,7 +259,7 @@ RULES = {
     "NVSHMEM_DISABLE_P2P": Rule(_SLOW, hurts_if_true("NVSHMEM uses no peer memory")),
     "NVSHMEM_IB_ENABLE_IBGDA": Rule("GPUs send to adapters themselves", ibgda),
     "NVSHMEM_IBGDA_NIC_HANDLER": Rule("it chooses who rings the adapter's doorbell", nic_handler),
-    "NVSHMEM_IB_GID_INDEX": Rule(_GID, gid_index),
+    "NVSHMEM_IB_GID_INDEX": Rule(_GID, nvshmem_gid_index),
     "NVSHMEM_IB_SL": Rule(_LEVEL, integer(0, 15)),
     "NVSHMEM_IB_TRAFFIC_CLASS": Rule(_LEVEL, integer(0, 255)),
     "NVSHMEM_HCA_LIST": Rule(_ADAPTERS, adapter_list),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moe_ep import Buffer, cli
 from moe_ep.backends import cuda
 from moe_ep.cost import memory, symmetric_bytes
 from moe_ep.layout import EPLayout
@@ -112,7 +114,49 @@ def test_shape_of_a_layout(tmp_path: Path) -> None:
     assert symmetric_bytes(bare, 1000) == totals[2]
 
 
-@pytest.mark.parametrize("change", [{"dispatch.dtype": "fp64"}, {"dispatch.mode": "low_latency"}])
+def test_every_shipped_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `moe-ep plan` prints is what the core allocates for the shape backend cuda gives it."""
+    files = sorted((ROOT / "configs").glob("*.yaml"))
+    assert len(files) >= 5
+    layouts = [EPLayout.from_yaml(file) for file in files]
+    plans = []
+    for file in files:
+        assert cli.main(["plan", str(file), "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    shapes = [
+        {
+            "num_ranks": layout.parallel.group_size,
+            "num_experts": layout.parallel.group_size * layout.num_local_experts,
+            "num_slots": layout.model.top_k * layout.parallel.expert_tensor,
+            "max_row_bytes": layout.model.hidden * cuda._WIDEST_BYTES[layout.dispatch.dtype],
+            "max_scales": layout.model.hidden // 128 * (layout.dispatch.dtype == "fp8_e4m3"),
+            "exact_combine": layout.dispatch.exact_combine,
+            # Without a limit memory has grown for these tokens, and a quarter more.
+            "max_tokens": layout.tokens_per_rank or plan["tokens"] + plan["tokens"] // 4,
+        }
+        for layout, plan in zip(layouts, plans, strict=True)
+    ]
+    _, *answers = header_says(tmp_path, shapes)
+    for file, layout, plan, answer in zip(files, layouts, plans, answers, strict=True):
+        planned = plan["buffer_bytes"]
+        if layout.dispatch.mode == "low_latency":  # held equal to its header elsewhere
+            tokens, model = layout.tokens_per_rank, layout.model
+            assert tokens is not None
+            ranks, experts = layout.parallel.group_size, model.num_experts
+            sizes = (tokens, model.hidden, ranks, experts)
+            assert planned == Buffer.get_low_latency_rdma_size_hint(*sizes)
+        else:
+            assert planned == int(answer.split()[0]), file.name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dispatch.dtype": "fp64"},
+        {"dispatch.mode": "low_latency", "dispatch.dtype": "fp32"},
+        {"dispatch.mode": "low_latency", "tokens_per_rank": None},
+    ],
+)
 def test_layouts_without_kernels(change: dict[str, Any]) -> None:
     layout = EPLayout.from_yaml(ROOT / "configs" / "mixtral_8x7b_ep8.yaml")
     assert symmetric_bytes(layout) is not None

@@ -88,7 +88,8 @@ def test_text_is_short_and_gives_every_fix(name: str, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert 8 <= len(text.splitlines()) <= 45
     for each in report["findings"]:
-        assert each["id"] in text
+        area = each["id"].partition(".")[0]
+        assert each["id"] in text or f" {area}.*" in text
         if each["level"] in ("warning", "failure"):
             assert each["fix"] in text
 
@@ -333,3 +334,17 @@ def test_the_docs_list_every_finding() -> None:
     names = {id for id in ids if not id.startswith("env.")} | set(RULES)
     assert len(names) > 50
     assert not [name for name in sorted(names) if f"`{name}`" not in text]
+
+
+@pytest.mark.parametrize(("machine", "lines"), [("cpu_laptop", 10), ("h100_healthy", 10)])
+def test_ten_lines_say_what_runs(
+    machine: str, lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["doctor", "--root", str(MACHINES / machine)])
+    text = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(text) <= lines, text
+    answers = {line.split()[0]: line.split()[1] for line in text[2:5]}
+    runs = RUNS[machine].split()
+    assert {name: word == "yes" for name, word in answers.items()} == {
+        name: name in runs for name in ("nvshmem", "cuda", "reference")
+    }

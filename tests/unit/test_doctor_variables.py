@@ -101,3 +101,15 @@ def test_variables_that_contradict(capsys: pytest.CaptureFixture[str], tmp_path:
     write(root, "tmp/mps/control", "")
     _, report = diagnose(capsys, "--root", root, "--layout", asked)
     assert levels(report)["gpu.mps"] == "ok"
+
+
+@pytest.mark.parametrize(("nccl", "level"), [("3", "ok"), ("5", "warning"), ("-1", "ok")])
+def test_contradictory_gid_indices(
+    nccl: str, level: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root = copy_machine("h100_healthy", tmp_path)
+    write(root, "environment", f"NVSHMEM_IB_GID_INDEX=3\nNCCL_IB_GID_INDEX={nccl}\n")
+    _, report = diagnose(capsys, "--root", root)
+    judged = finding(report, "env.NVSHMEM_IB_GID_INDEX")
+    assert judged["level"] == level, judged
+    assert ("NCCL_IB_GID_INDEX=5" in judged["seen"]) == (level == "warning")

@@ -1,0 +1,83 @@
+"""Fuzzes ExpertParallel: random layouts, routings and orders of calls, each result checked against
+a dense fp64 model. Programs come from hypothesis; the first failure is shrunk and printed.
+
+examples
+  bash scripts/fuzz.sh                                  fresh programs, reference backend
+  bash scripts/fuzz.sh --operations 100000              more of them
+  bash scripts/fuzz.sh --save programs.json --backend cuda    make programs, run nothing
+  bash scripts/fuzz.sh --replay programs.json           run them: needs no hypothesis
+  bash scripts/fuzz.sh --backend cuda                   on one GPU that the ranks share under MPS"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from fuzz_ranks import RankPool
+from fuzz_steps import Program
+
+OPERATIONS_PER_PROGRAM = 25  # a little less than programs have on average
+RANKS = (2, 1, 2, 1, 2, 3, 2, 4)
+"""From which a program's number of ranks is drawn."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--backend", choices=("reference", "cuda"), default="reference")
+    add("--operations", type=int, default=10000, help="about how many (default: %(default)s)")
+    add("--fixed", action="store_true", help="the same programs as CI, not fresh ones")
+    add("--save", type=Path, metavar="FILE", help="write the programs, run nothing")
+    add("--replay", type=Path, metavar="FILE", help="run the programs of a file, one a line")
+    add("--limit", type=float, default=3600.0, metavar="SECONDS", help="of the whole run")
+    options = parser.parse_args(arguments)
+    if options.save is not None and options.replay is not None:
+        parser.error("--save and --replay: give one")
+    started = time.monotonic()
+    programs: list[Program] = []
+    operations = 0
+    if options.save is not None:
+        _generate(options, programs.append)
+        options.save.write_text("".join(f"{p.to_json()}\n" for p in programs))
+        print(f"fuzz: {len(programs)} programs written to {options.save}")
+        return 0
+    with RankPool(max(RANKS), options.backend, options.limit) as pool:
+
+        def run(program: Program) -> None:
+            nonlocal operations
+            operations += pool.run(program)
+            programs.append(program)
+
+        if options.replay is None:
+            _generate(options, run)
+        else:
+            for line in options.replay.read_text().splitlines():
+                try:
+                    run(Program.from_json(line))
+                except AssertionError:
+                    print(f"fuzz: the program: {line}", flush=True)
+                    raise
+    summary = {
+        "backend": options.backend,
+        "programs": len(programs),
+        "operations": operations,
+        "failures": 0,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    print(f"fuzz: {json.dumps(summary)}")
+    return 0
+
+
+def _generate(options: argparse.Namespace, run: object) -> None:
+    from fuzz_machine import run_programs
+
+    count = max(options.operations // OPERATIONS_PER_PROGRAM, 1)
+    run_programs(options.backend, RANKS, count, run, fresh=not options.fixed)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

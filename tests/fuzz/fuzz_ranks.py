@@ -1,0 +1,515 @@
+"""Runs programs: a pool of ranks that stay alive, and what each of them does and checks."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fuzz_model import DTYPES, World, factor, gradients, make_world, same_routing
+from fuzz_steps import (
+    Again,
+    Backward,
+    Combine,
+    Dispatch,
+    Drop,
+    Layout,
+    Program,
+    Rebuild,
+    Refuse,
+)
+from torch import Tensor
+
+from moe_ep import (
+    BrokenError,
+    CapacityError,
+    DispatchHandle,
+    DispatchResult,
+    EPLayout,
+    ExpertParallel,
+    OrderError,
+    PeerError,
+)
+from moe_ep.testing import launch_ranks
+
+_TIMEOUT_S = 30.0
+_LOW_LATENCY_IN_FLIGHT = 2
+
+
+@dataclass(eq=False)
+class Flight:
+    """One dispatch that the program may still refer to."""
+
+    world: World
+    result: DispatchResult
+    x: Tensor
+    weights: Tensor | None
+    wants_grad: bool
+    out: Tensor | None = None
+    weighted: str = "no"  # how `out` was
+
+
+class Rank:
+    """One rank's part in one program."""
+
+    def __init__(self, rank: int, group: dist.ProcessGroup, backend: str, layout: Layout) -> None:
+        self.rank, self.group, self.backend = rank, group, backend
+        self.device = "cuda" if backend == "cuda" else "cpu"
+        self.operations = 0
+        self.flights: list[Flight] = []
+        self.in_flight: dict[DispatchHandle, int] = {}
+        self.build(layout)
+
+    def build(self, layout: Layout) -> None:
+        self.layout = layout
+        self.ep = ExpertParallel(_ep_layout(layout, self.backend), self.group)
+        # The reference backend, one rank and exact_combine add a token's rows in one place.
+        self.rounds_shares = self.backend == "cuda" and not layout.exact and layout.ranks > 1
+
+    def run(self, program: Program) -> int:
+        """The number of operations that were checked."""
+        try:
+            for number, step in enumerate(program.steps):
+                try:
+                    getattr(self, type(step).__name__.lower())(step)
+                except Exception as error:
+                    raise AssertionError(f"rank {self.rank}, step {number}, {step}") from error
+                live = {flight.result.handle for flight in self.flights}
+                assert self.ep.live_handles == len(live), (
+                    f"rank {self.rank}, step {number}: {self.ep.live_handles} live handles, "
+                    f"{len(live)} held"
+                )
+        finally:
+            self.ep.destroy()
+        return self.operations
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def dispatch(self, step: Dispatch) -> None:
+        world = make_world(self.layout, step)
+        x, weights = self._inputs(world, step.weighted, step.grad)
+        if step.strided:
+            x = x.detach().T.contiguous().T.requires_grad_(x.requires_grad)
+        idx = world.idx[self.rank].to(getattr(torch, step.idx_dtype)).to(self.device)
+        dequantize = step.dequantize or self.layout.dtype != "fp8_e4m3" or x.requires_grad
+
+        def action() -> DispatchResult:
+            return self.ep.dispatch(
+                x, idx, weights, dequantize=dequantize, async_finish=step.asynchronous
+            )
+
+        if self._full():
+            return self._expect(action, OrderError, "in flight")
+        if world.overflows():
+            return self._expect(action, CapacityError, str(self.layout.capacity))
+        with _maybe_no_grad(step.grad):
+            result = action()
+        self._arrived(Flight(world, result, x, weights, step.grad == "yes"), step.weighted)
+
+    def again(self, step: Again) -> None:
+        flight = self._pick(step.which)
+        if flight is None:
+            return
+        world = same_routing(flight.world, step.seed)
+        x, weights = self._inputs(world, step.weighted, step.grad)
+        handle = flight.result.handle
+
+        def action() -> DispatchResult:
+            return self.ep.dispatch(x, handle=handle, topk_weights=weights)
+
+        if self._full():
+            return self._expect(action, OrderError, "in flight")
+        with _maybe_no_grad(step.grad):
+            result = action()
+        assert result.handle is handle
+        self._arrived(Flight(world, result, x, weights, step.grad == "yes"), step.weighted)
+
+    def combine(self, step: Combine) -> None:
+        flight = self._pick(step.which, lambda f: f.out is None and f.result.scales is None)
+        if flight is None:
+            return
+        result, world = flight.result, flight.world
+        weights = step.weights if result.probs is not None else "no"
+        rows = self._experts(flight, weights, step.poison)
+        probs = result.probs if weights == "combine" else None
+        got: Any = self.ep.combine(rows, result.handle, probs, async_finish=step.asynchronous)
+        if step.asynchronous:
+            got, event = got
+            event.current_stream_wait()
+        flight.out, flight.weighted = got, weights
+        self.in_flight[result.handle] = max(self.in_flight[result.handle] - 1, 0)
+        assert got.dtype == flight.x.dtype and got.requires_grad == flight.wants_grad
+        world.out(self.rank, weights, self.rounds_shares).check(got, "out")
+        self.operations += 1
+
+    def backward(self, step: Backward) -> None:
+        flight = self._pick(step.which, lambda f: f.wants_grad)
+        if flight is None:
+            return
+        grad = gradients(flight.world, step.seed)
+        if flight.out is None:
+            self._backward_of_dispatch(flight, grad)
+        else:
+            mine = grad[self.rank]
+            flight.out.backward(mine.to(flight.out.dtype).to(self.device))
+            world, weighted = flight.world, flight.weighted
+            expected = world.grad_x(self.rank, mine, weighted, self.rounds_shares)
+            expected.check(flight.x.grad, "gradient of x")
+            if flight.weights is not None:
+                expected = world.grad_weights(self.rank, mine, weighted)
+                expected.check(flight.weights.grad, "gradient of the weights")
+            self.operations += 1
+        self.operations += 1
+        self._forget(flight)
+
+    def drop(self, step: Drop) -> None:
+        flight = self._pick(step.which)
+        if flight is not None:
+            self._forget(flight)
+
+    def rebuild(self, step: Rebuild) -> None:
+        flight = self._pick(0)
+        self.ep.destroy()
+        if flight is not None:
+            result = flight.result
+            self._expect(lambda: self.ep.combine(result.tokens, result.handle), BrokenError, "dest")
+            del result
+        del flight
+        self.flights.clear()
+        self.in_flight.clear()
+        self.build(step.layout)
+        self.operations += 1
+
+    def refuse(self, step: Refuse) -> None:
+        bad = step.rank % self.layout.ranks
+        flight = self._pick(step.which)
+        fresh = step.what not in _OF_A_HANDLE
+        if self._full() or (flight is None and not fresh):
+            return
+        if self.backend == "cuda" and self.layout.capacity is not None:
+            return  # peers learn of it at a later call, and the object is broken
+        if fresh or flight is None:
+            tokens = tuple(1 + (step.seed + rank) % 3 for rank in range(self.layout.ranks))
+            world = make_world(self.layout, Dispatch(step.seed, tokens, 1, x_dtype="fp32"))
+            action = self._bad_dispatch(world, step.what, self.rank == bad)
+        else:
+            if step.what not in ("again tokens", "again weights", "again both") and (
+                flight.result.scales is not None
+            ):
+                return
+            action = self._bad_beside(flight, step.what, self.rank == bad)
+        kinds = (ValueError, TypeError) if self.rank == bad else (PeerError,)
+        self._expect(action, kinds, "" if self.rank == bad else f"rank {bad}")
+
+    # -- parts of steps ---------------------------------------------------------------------------
+
+    def _inputs(self, world: World, weighted: bool, grad: str) -> tuple[Tensor, Tensor | None]:
+        wide = torch.float64 if world.x_dtype == "fp64" else torch.float32
+        x = world.x[self.rank].to(DTYPES[world.x_dtype], copy=True).to(self.device)
+        weights = world.weights[self.rank].to(wide, copy=True).to(self.device) if weighted else None
+        wants = grad != "no"
+        return x.requires_grad_(wants), None if weights is None else weights.requires_grad_(wants)
+
+    def _arrived(self, flight: Flight, weighted: bool) -> None:
+        """Checks what a dispatch returned, and remembers it."""
+        result, world = flight.result, flight.world
+        result.event.current_stream_wait()
+        blocks = world.block_sizes(self.rank)
+        valid = [len(block) for block in world.rows_of(self.rank)]
+        assert result.tokens_per_expert.tolist() == blocks
+        assert result.handle.valid_tokens_per_expert.tolist() == valid
+        expected = world.tokens(self.rank)
+        if result.scales is None:
+            assert result.tokens.dtype == flight.x.dtype
+            assert result.tokens.requires_grad == flight.wants_grad
+            expected.check(result.tokens, "tokens")
+        else:
+            assert result.tokens.dtype == torch.float8_e4m3fn
+            wide = result.tokens.cpu().double().unflatten(1, (self.layout.hidden // 128, 128))
+            rows = (wide * result.scales.cpu().double().unsqueeze(2)).flatten(1)
+            padding = [n for n, p in enumerate(world.places(self.rank)) if p is None]
+            rows[padding] = torch.where(rows[padding].isnan(), 0, rows[padding])
+            expected.check(rows, "tokens times scales")
+            if self.layout.scale == "power_of_two":
+                used = [n for n, p in enumerate(world.places(self.rank)) if p is not None]
+                mantissa, _ = torch.frexp(result.scales.cpu()[used])
+                assert (mantissa == 0.5).all(), "scales are no powers of two"
+        if weighted:
+            assert result.probs is not None
+            assert torch.equal(result.probs.detach().cpu().double(), world.probs(self.rank))
+        else:
+            assert result.probs is None
+        self.flights.append(flight)
+        self.in_flight[result.handle] = self.in_flight.get(result.handle, 0) + 1
+        self.operations += 1
+
+    def _experts(self, flight: Flight, weights: str, poison: bool) -> Tensor:
+        """[N, H]: every row times its expert's factor; NaN in padding rows, if wanted."""
+        result, places = flight.result, flight.world.places(self.rank)
+        first = self.rank // self.layout.expert_tensor * self.layout.local_experts
+        part = self.rank % self.layout.expert_tensor
+        table = [factor(first + e, part) for e in range(self.layout.local_experts)]
+        per_row = [
+            f
+            for f, n in zip(table, result.tokens_per_expert.tolist(), strict=True)
+            for _ in range(n)
+        ]
+        per_row += [1.0] * (len(places) - len(per_row))
+        factors = torch.tensor(per_row, dtype=result.tokens.dtype, device=self.device)
+        rows = result.tokens * factors.unsqueeze(1)
+        if weights == "experts":
+            assert result.probs is not None
+            rows = rows * result.probs.to(rows.dtype).unsqueeze(1)
+        if poison:
+            padding = torch.tensor([p is None for p in places], dtype=torch.bool)
+            rows = torch.where(padding.to(self.device).unsqueeze(1), torch.nan, rows)
+        return rows
+
+    def _backward_of_dispatch(self, flight: Flight, grad: list[Tensor]) -> None:
+        """Rows and probs want the gradients 2^slot * grad[token] and 2^slot."""
+        result, world = flight.result, flight.world
+        places = world.places(self.rank)
+        grad_tokens = torch.zeros(len(places), self.layout.hidden, dtype=torch.float64)
+        grad_probs = torch.zeros(len(places), dtype=torch.float64)
+        for row, place in enumerate(places):
+            if place is not None:
+                source, token, slot = place
+                grad_tokens[row] = grad[source][token] * 2.0**slot
+                grad_probs[row] = 2.0**slot
+        outputs = [(result.tokens, grad_tokens)]
+        if result.probs is not None:
+            outputs.append((result.probs, grad_probs))
+        torch.autograd.backward(
+            [tensor for tensor, _ in outputs],
+            [g.to(tensor.dtype).to(self.device) for tensor, g in outputs],
+        )
+        expected = world.grad_x_of_rows(self.rank, grad[self.rank], self.rounds_shares)
+        expected.check(flight.x.grad, "gradient of x")
+        if flight.weights is not None:
+            idx = world.idx[self.rank]
+            slots = 2.0 ** torch.arange(idx.shape[1], dtype=torch.float64)
+            value = (idx >= 0) * slots * self.layout.expert_tensor
+            assert flight.weights.grad is not None
+            assert torch.equal(flight.weights.grad.cpu().double(), value)
+
+    def _bad_dispatch(self, world: World, what: str, bad: bool) -> Callable[[], object]:
+        x, weights = self._inputs(world, True, "no")
+        idx = world.idx[self.rank].to(self.device)
+        wrong: dict[str, tuple[Any, Any, Any]] = {
+            "hidden": (torch.cat([x, x], 1), idx, weights),
+            "dtype": (x.long(), idx, weights),
+            "ids": (x, torch.full_like(idx, self.layout.num_experts), weights),
+            "id dtype": (x, idx.float(), weights),
+            "slots": (x, idx.repeat(1, self.layout.top_k + 1), weights),
+            "tokens": (x, idx[:-1], weights),
+            "weights": (x, idx, torch.cat([weights, weights], 1)),
+            "nothing": (x, None, weights),
+        }
+        given = wrong[what] if bad else (x, idx, weights)
+        return lambda: self.ep.dispatch(*given)
+
+    def _bad_beside(self, flight: Flight, what: str, bad: bool) -> Callable[[], object]:
+        result, handle = flight.result, flight.result.handle
+        x = (
+            torch.cat([flight.x.detach()] * 2)
+            if len(flight.x)
+            else flight.x.detach().new_ones(1, self.layout.hidden)
+        )
+        probs = None if result.probs is None else result.probs.detach()
+        good = flight.x.detach()
+        rows = result.tokens.detach()
+        weights = None if flight.weights is None else flight.weights.detach()
+        if what == "again weights" and weights is None:
+            what = "again tokens"
+        if what == "row weights" and probs is None:
+            what = "rows"
+        if not bad:
+            if what in ("again tokens", "again weights", "again both"):
+                return lambda: self.ep.dispatch(good, handle=handle, topk_weights=weights)
+            return lambda: self.ep.combine(rows, handle, probs)
+        wide = None if weights is None else torch.cat([weights, weights], 1)
+        ids = flight.world.idx[self.rank].to(self.device)
+        actions: dict[str, Callable[[], object]] = {
+            "again tokens": lambda: self.ep.dispatch(x, handle=handle, topk_weights=weights),
+            "again weights": lambda: self.ep.dispatch(good, handle=handle, topk_weights=wide),
+            "again both": lambda: self.ep.dispatch(good, ids, weights, handle=handle),
+            "rows": lambda: self.ep.combine(
+                torch.cat([rows, rows[:1], good[:1], x]), handle, probs
+            ),
+            "rows dtype": lambda: self.ep.combine(rows.long(), handle, probs),
+            "row weights": lambda: self.ep.combine(rows, handle, probs.unsqueeze(1)),  # type: ignore[union-attr]
+            "no tensor": lambda: self.ep.combine([1.0], handle, probs),  # type: ignore[call-overload]
+        }
+        return actions[what]
+
+    def _expect(
+        self,
+        action: Callable[[], object],
+        kinds: type[Exception] | tuple[type[Exception], ...],
+        words: str,
+    ) -> None:
+        try:
+            action()
+        except kinds as error:
+            assert words in str(error), f"{words!r} is not in {error!r}"
+            self.operations += 1
+            return
+        raise AssertionError(f"no error; expected {kinds}")
+
+    def _pick(
+        self, which: int, fits: Callable[[Flight], bool] = lambda flight: True
+    ) -> Flight | None:
+        flights = [flight for flight in self.flights if fits(flight)]
+        return flights[which % len(flights)] if flights else None
+
+    def _forget(self, flight: Flight) -> None:
+        self.flights.remove(flight)
+        handle = flight.result.handle
+        if all(other.result.handle is not handle for other in self.flights):
+            del self.in_flight[handle]
+
+    def _full(self) -> bool:
+        if self.layout.mode != "low_latency":
+            return False
+        return sum(self.in_flight.values()) >= _LOW_LATENCY_IN_FLIGHT
+
+
+_OF_A_HANDLE = (
+    "again tokens",
+    "again weights",
+    "again both",
+    "rows",
+    "rows dtype",
+    "row weights",
+    "no tensor",
+)
+
+
+def _maybe_no_grad(grad: str) -> contextlib.AbstractContextManager[Any]:
+    return torch.no_grad() if grad == "no_grad" else contextlib.nullcontext()
+
+
+def _ep_layout(layout: Layout, backend: str) -> EPLayout:
+    return EPLayout(
+        model={"hidden": layout.hidden, "num_experts": layout.num_experts, "top_k": layout.top_k},
+        parallel={
+            "expert": layout.ranks // layout.expert_tensor,
+            "expert_tensor": layout.expert_tensor,
+        },
+        tokens_per_rank=layout.tokens_per_rank,
+        dispatch={
+            "dtype": layout.dtype,
+            "scale": layout.scale,
+            "row_alignment": layout.alignment,
+            "capacity": layout.capacity,
+            "mode": layout.mode,
+            "exact_combine": layout.exact,
+        },
+        backend=backend,
+        timeouts={"first_s": _TIMEOUT_S, "steady_s": _TIMEOUT_S},
+    )
+
+
+class RankPool:
+    """Ranks that stay alive from program to program; started anew after a failure.
+
+    A program of n ranks runs on the first n. All must be there when the pool is used.
+    """
+
+    def __init__(self, size: int, backend: str, limit_s: float) -> None:
+        self.size, self.backend, self.limit_s = size, backend, limit_s
+        self._pipes: list[Connection] = []
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self, program: Program) -> int:
+        """The number of operations that every rank has checked.
+
+        Raises:
+            AssertionError: a check failed, with the traceback of every rank that failed.
+        """
+        if self._thread is None:
+            self._start()
+        pipes = self._pipes[: program.layout.ranks]
+        for pipe in pipes:
+            pipe.send(program)
+        counts, errors, waiting = set(), [], list(pipes)
+        while waiting:
+            ready = wait(waiting, timeout=2 * _TIMEOUT_S)
+            if not ready:
+                errors.append(f"{len(waiting)} ranks do not answer")
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                waiting.remove(pipe)
+                try:
+                    count, error = pipe.recv()
+                except (EOFError, ConnectionError):
+                    count, error = 0, "a rank died"
+                counts.add(count)
+                if error is not None:
+                    errors.append(error)
+            if errors and waiting and not wait(waiting, timeout=0.5):
+                break  # they wait for the one that failed
+        if errors:
+            if waiting:
+                self.stop()
+            raise AssertionError("\n".join(errors))
+        assert len(counts) == 1, f"ranks checked {counts} operations"
+        return int(counts.pop())
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # the ranks end
+        if self._thread is not None:
+            self._thread.join()
+        self._pipes, self._thread = [], None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        pairs = [context.Pipe() for _ in range(self.size)]
+        self._pipes = [mine for mine, _ in pairs]
+        theirs = [pipe for _, pipe in pairs]
+        arguments = (_serve, self.size, theirs, self.backend)
+
+        def launch() -> None:
+            launch_ranks(*arguments, limit_s=self.limit_s)
+
+        self._thread = threading.Thread(target=launch, daemon=True)
+        self._thread.start()
+        for pipe in self._pipes:
+            assert pipe.recv() == "ready"
+        for pipe in theirs:
+            pipe.close()
+
+
+def _serve(rank: int, pipes: list[Connection], backend: str) -> None:
+    """Runs programs until the pool closes its end of the pipe."""
+    mine = pipes[rank]
+    for pipe in pipes:
+        if pipe is not mine:
+            pipe.close()
+    groups = [dist.new_group(range(n + 1)) for n in range(len(pipes))]
+    mine.send("ready")
+    while True:
+        try:
+            program: Program = mine.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            ranks = program.layout.ranks
+            mine.send((Rank(rank, groups[ranks - 1], backend, program.layout).run(program), None))
+        except BaseException:
+            mine.send((0, traceback.format_exc()))
