@@ -122,6 +122,7 @@ class CudaBackend:
         config.max_scales = layout.model.hidden // FP8_BLOCK if fp8 else 0
         config.exact_combine = layout.dispatch.exact_combine
         config.row_alignment = layout.dispatch.row_alignment
+        self._configure(config)
         torch.cuda.current_stream(self.device)  # torch's context first
         self._comm: Any = self._core.Communicator(config)
         self._max_slots = config.num_slots
@@ -137,6 +138,9 @@ class CudaBackend:
         )
         # Kernels wait for each other: those of all ranks on one GPU must fit on it together.
         self._max_sms = max(self._max_sms // self._memory.ranks_on_gpu, 1)
+
+    def _configure(self, config: Any) -> None:
+        """Room for what a backend between hosts adds."""
 
     # -- verbs ------------------------------------------------------------------------------------
 
@@ -297,8 +301,11 @@ class CudaBackend:
         self._raise_status(counts, call)
         if not has_lists:
             plan.add_lists(self._core, counts.num_rank_rows, counts.num_items)
-            self._comm.fetch_lists(plan.view, launch)
+            self._fetch_lists(plan, launch)
         plan.set_rows(counts.num_rows, counts)
+
+    def _fetch_lists(self, plan: CudaPlan, launch: Any) -> None:
+        self._comm.fetch_lists(plan.view, launch)
 
     def _notify(
         self, plan: CudaPlan, topk_idx: Tensor, launch: Any, call: Call, capacity: int = 0
@@ -372,13 +379,17 @@ class CudaBackend:
         calls = [known for number, known in self._calls if number == fault.operation]
         operation = calls[0].operation if calls else fault.operation
         seconds = f"{calls[0].timeout_s:g} s " if calls else ""
+        whom = self._name_of(fault.peer)
         message = (
-            f"rank {fault.rank} waited {seconds}for rank {fault.peer} in {fault.phase}, operation "
-            f"{operation} (expected {fault.expected}, seen {fault.seen}; rank {fault.peer} did not "
+            f"rank {fault.rank} waited {seconds}for {whom} in {fault.phase}, operation "
+            f"{operation} (expected {fault.expected}, seen {fault.seen}; {whom} did not "
             "reach this operation: see its log; raise the layout's time-outs if it was only slow)"
         )
         self._broken = message
         return PeerTimeoutError(message)
+
+    def _name_of(self, rank: int) -> str:
+        return f"rank {rank}"
 
     def _raise_status(self, counts: Any, call: Call) -> None:
         where = f"rank {self.rank}: {call.phase}, operation {call.operation}"
