@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ep.backends.base import Call, DispatchedRows
 from moe_ep.backends.channel import Channel
-from moe_ep.backends.cuda_memory import SharedMemory
+from moe_ep.backends.cuda_memory import Memory, SharedMemory
 from moe_ep.backends.cuda_plan import CudaPlan
 from moe_ep.errors import BrokenError, CapacityError, PeerError, PeerTimeoutError
 from moe_ep.layout import FP8_BLOCK, EPLayout
@@ -132,12 +132,13 @@ class CudaBackend:
         self._last_stream: torch.cuda.Stream | None = None
         self._broken: str | None = None
         self._pending: CudaPlan | None = None  # its counts are on their way
-        self._memory = SharedMemory(self._core, self._comm, channel, self.device)
-        self._memory.connect(
+        memory = SharedMemory(self._core, self._comm, channel, self.device)
+        memory.connect(
             layout.tokens_per_rank or _SMALLEST_TOKENS, Call(0, "setup", layout.timeouts.first_s)
         )
         # Kernels wait for each other: those of all ranks on one GPU must fit on it together.
-        self._max_sms = max(self._max_sms // self._memory.ranks_on_gpu, 1)
+        self._max_sms = max(self._max_sms // memory.ranks_on_gpu, 1)
+        self._memory: Memory = memory
 
     def _configure(self, config: Any) -> None:
         """Room for what a backend between hosts adds."""

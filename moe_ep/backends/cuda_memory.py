@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,20 @@ logger = logging.getLogger("moe_ep")
 _GOODBYE_S = 2.0
 _PROBLEM_LETTERS = 300
 _FD_BYTES = 4
+
+
+class Memory(Protocol):
+    """What a backend needs of its symmetric memory once it is set up."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Of any rank, that there is room for."""
+
+    def grow(self, needed_tokens: int, call: Call) -> None:
+        """Replaces the memory by a larger one; all ranks come here in the same operation."""
+
+    def release(self) -> None:
+        """Frees everything once no peer uses it; never waits long for one that stays away."""
 
 
 class SharedMemory:

@@ -19,7 +19,7 @@ from moe_ep.backends import cuda
 from moe_ep.backends.base import Call, DispatchedRows
 from moe_ep.backends.channel import Channel, exchange_json
 from moe_ep.backends.cuda import CudaBackend
-from moe_ep.backends.cuda_memory import SharedMemory, gpu_id
+from moe_ep.backends.cuda_memory import Memory, gpu_id
 from moe_ep.backends.cuda_plan import CudaPlan
 from moe_ep.backends.hosts import Hosts
 from moe_ep.backends.nvshmem_plan import ChunkShape, HostsPlan
@@ -87,7 +87,8 @@ class NvshmemBackend(CudaBackend):
             self.num_local_experts,
         )
         self._rail: Any = self._runtime.core.RailExchange(self._rail_config)
-        self._memory: HostsMemory = HostsMemory(self._memory, self._runtime, self._rail, call)
+        self._both = HostsMemory(self._memory, self._runtime, self._rail, call)
+        self._memory = self._both
         self._last_chunks = 1
         ranks_on_gpu = [answer["gpu"] for answer in answers].count(mine["gpu"])
         properties = torch.cuda.get_device_properties(self.device)
@@ -241,8 +242,9 @@ class NvshmemBackend(CudaBackend):
 
     def destroy(self) -> None:
         if self._comm is not None:
-            self._rail = None
+            self._both.broken = self._broken is not None
         super().destroy()
+        self._rail = None
 
     # -- one operation ----------------------------------------------------------------------------
 
@@ -338,10 +340,10 @@ class HostsMemory:
         shared: connected. rail: `_C_nvshmem.RailExchange`.
     """
 
-    def __init__(
-        self, shared: SharedMemory, runtime: NvshmemRuntime, rail: Any, call: Call
-    ) -> None:
+    def __init__(self, shared: Memory, runtime: NvshmemRuntime, rail: Any, call: Call) -> None:
         self._shared, self._runtime, self._rail = shared, runtime, rail
+        self.broken = False
+        """Whether a wait for a peer has expired: then NVSHMEM is not asked to free anything."""
         self._block: Any = None
         self._attach(call)
 
@@ -359,7 +361,7 @@ class HostsMemory:
     def release(self) -> None:
         """As `SharedMemory.release`; bounded where a peer stays away."""
         self._shared.release()
-        self._runtime.release()
+        self._runtime.release(self.broken)
 
     def _attach(self, call: Call) -> None:
         num_bytes = self._rail.block_bytes(self.max_tokens)

@@ -101,9 +101,11 @@ class HostsPlan(CudaPlan):
 
     def chunk_views(self, core: Any) -> list[Any]:
         """The plan of each chunk, as kernels of one host see it."""
-        if self.parts is None:
-            self._set(parts=[self._chunk_view(core, c) for c in range(self.num_chunks)])
-        return self.parts
+        parts = self.parts
+        if parts is None:
+            parts = [self._chunk_view(core, chunk) for chunk in range(self.num_chunks)]
+            self._set(parts=parts)
+        return parts
 
     def _chunk_view(self, core: Any, chunk: int) -> Any:
         shape, tokens = self.shape, chunk * self.shape.host_tokens
