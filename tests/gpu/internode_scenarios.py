@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import buffer_scenarios
 import fault_scenarios
 import scenarios
 import torch
 import torch.distributed as dist
+from buffer_cases import common_cases
 from expected import gather
 from scenarios import Case, call, make_backend, make_inputs
 from torch import Tensor
@@ -156,6 +158,15 @@ def check_refused(rank: int) -> str:
     except BackendUnavailableError as error:
         return str(error)
     return ""
+
+
+def check_buffer(rank: int) -> None:
+    """The DeepEP interface over hosts."""
+    os.environ["MOE_EP_BACKEND"] = "nvshmem"  # of everything that Buffer builds
+    try:
+        buffer_scenarios.check_cases(rank, common_cases()[::4])
+    finally:
+        del os.environ["MOE_EP_BACKEND"]
 
 
 def check_capacity(rank: int) -> None:
