@@ -21,7 +21,7 @@ constexpr int kAlignment = 256;
 
 // What NVSHMEM itself keeps per process.
 struct World {
-  std::string members;  // means nothing without users
+  std::string members;  // of the first start; empty before
   int users = 0;
   bool stuck = false;  // a call has not come back
 };
@@ -104,7 +104,9 @@ std::string loaded_nvshmem_version() {
   return version_text(major, minor, patch);
 }
 
-std::string nvshmem_members() { return world().users == 0 ? "" : world().members; }
+std::string nvshmem_members() { return world().members; }
+
+bool nvshmem_is_running() { return world().users > 0; }
 
 std::string nvshmem_unique_id() {
   nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
@@ -116,9 +118,9 @@ std::string nvshmem_unique_id() {
 
 NvshmemHost::NvshmemHost(int device, int rank, int num_ranks, const std::string& members)
     : device_(device), rank_(rank), num_ranks_(num_ranks), members_(members) {
-  if (world().users > 0 && world().members != members) {
+  if (!world().members.empty() && world().members != members) {
     throw std::invalid_argument("NVSHMEM of this process spans " + world().members +
-                                "; it cannot span " + members + " at the same time");
+                                " until it ends; it cannot span " + members);
   }
 }
 
@@ -129,6 +131,7 @@ bool NvshmemHost::start(const std::string& unique_id, double timeout_s) {
                                   " bytes; NVSHMEM's have " +
                                   std::to_string(sizeof(nvshmemx_uniqueid_t)));
     }
+    world().members = members_;
     const int device = device_, rank = rank_, num_ranks = num_ranks_;
     const auto status = bounded<int>(timeout_s, [device, rank, num_ranks, unique_id] {
       return initialize(device, rank, num_ranks, unique_id);
@@ -140,7 +143,6 @@ bool NvshmemHost::start(const std::string& unique_id, double timeout_s) {
                                "); NVSHMEM_DEBUG=INFO says why");
     }
     check_world(rank_, num_ranks_);
-    world().members = members_;
   }
   world().users += 1;
   started_ = true;

@@ -1,7 +1,8 @@
 // NVSHMEM as the runtime of one process: versions, the world of its ranks, symmetric memory.
 //
-// NVSHMEM is one per process, and spans the ranks that it was initialised with until it is
-// finalised. So what the objects below share is kept in one place, in host.cc, and nowhere else.
+// NVSHMEM is one per process. It can be finalised and initialised again, but not with other ranks:
+// with 3.4.5 that has ended in a segmentation fault. So what the objects below share is kept in one
+// place, in host.cc, and nowhere else.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +17,10 @@ namespace moe_ep {
 std::string compiled_nvshmem_version();
 std::string loaded_nvshmem_version();
 
-// The ranks that NVSHMEM spans in this process, as given to the NvshmemHost that started it; empty
-// where nobody uses it.
+// The ranks that NVSHMEM spans in this process until it ends, as given to the NvshmemHost that
+// started it first; empty before. Whether somebody uses it now.
 std::string nvshmem_members();
+bool nvshmem_is_running();
 
 // What one rank makes and every rank passes to NvshmemHost::start, anew for each initialisation.
 std::string nvshmem_unique_id();
@@ -29,7 +31,7 @@ std::string nvshmem_unique_id();
 class NvshmemHost {
  public:
   // members: any text that is equal in all objects over the same ranks in the same order.
-  // Throws std::invalid_argument while NVSHMEM spans others in this process.
+  // Throws std::invalid_argument where NVSHMEM spans others in this process.
   NvshmemHost(int device, int rank, int num_ranks, const std::string& members);
   NvshmemHost(const NvshmemHost&) = delete;
   NvshmemHost& operator=(const NvshmemHost&) = delete;

@@ -59,8 +59,8 @@ class SymmetricBuffer:
 class NvshmemRuntime:
     """NVSHMEM, whose PE r is rank r of the group.
 
-    NVSHMEM is one per process: several objects over the same ranks share it; one over other ranks
-    must wait until those before it were released.
+    NVSHMEM is one per process and keeps its ranks until the process ends: several objects over the
+    same ranks share it, or follow each other; one over other ranks is refused.
 
     Args:
         layout: its section `internode`.
@@ -166,14 +166,14 @@ class NvshmemRuntime:
     def _agree(self, layout: EPLayout, transport: Transport, call: Call) -> bytes:
         """Compares what must be equal; returns the unique id of rank 0. A barrier, too: all ranks
         are here and alive, so that NVSHMEM's own start, which cannot be bounded, need not wait."""
-        mine = {"problem": "", "members": "", "id": "", "tokens": ""}
+        mine = {"problem": "", "running": "", "id": "", "tokens": ""}
         mine["version"] = self.core.loaded_version()
         mine["transport"] = transport.name
         try:
             mine["tokens"] = str(env.max_rdma_tokens() or layout.internode.max_rdma_tokens)
-            mine["members"] = self.core.members()
+            mine["running"] = "in use" if self.core.is_running() else ""
             mine["problem"] = self._misfit(transport) or ""
-            if self._channel.rank == 0 and not mine["problem"] and not mine["members"]:
+            if self._channel.rank == 0 and not mine["problem"] and not mine["running"]:
                 mine["id"] = self.core.unique_id().hex()
         except ValueError as error:
             call = replace(call, error=error)
@@ -198,8 +198,8 @@ class NvshmemRuntime:
         spans = self.core.members()
         if spans and spans != self._members():
             return (
-                f"NVSHMEM of this process spans {spans}; it cannot span {self._members()} at the "
-                "same time: destroy what uses it first, or give this group another backend"
+                f"NVSHMEM of this process spans {spans} until it ends; it cannot span "
+                f"{self._members()}: give one of the two groups another backend"
             )
         several = not self.hosts.simulated and self.hosts.num_hosts > 1
         return nvshmem_library.problem(self.core) or (transport.problem if several else None)
@@ -291,5 +291,5 @@ _MUST_BE_EQUAL = (
     ("version", "NVSHMEM's version", "install one version on all hosts"),
     ("transport", "NVSHMEM's transport", "give all ranks the same variables and adapters"),
     ("tokens", env.MAX_RDMA_TOKENS, "give all ranks the same"),
-    ("members", "what NVSHMEM spans so far", "destroy objects on all ranks, in the same order"),
+    ("running", "NVSHMEM of an earlier object", "destroy objects on all ranks, in the same order"),
 )
