@@ -11,6 +11,13 @@ if(NOT _nvshmem)
                  "pip install nvidia-nvshmem-cu${CUDAToolkit_VERSION_MAJOR}, or set NVSHMEM_DIR")
   return()
 endif()
+# NVSHMEM's headers take long to compile: a build that is only a check may do with fewer.
+set(MOE_EP_NVSHMEM_ARCHS "" CACHE STRING "GPU architectures of kernels that call NVSHMEM")
+set(_nvshmem_archs "${_archs}")
+if(MOE_EP_NVSHMEM_ARCHS)
+  string(REPLACE "." "" _nvshmem_archs "${MOE_EP_NVSHMEM_ARCHS}")
+endif()
+string(REGEX REPLACE "([0-9]+)([0-9])[a-z]*(;|$)" "\"\\1.\\2\"," _nvshmem_arch_names "${_nvshmem_archs}")
 find_file(NVSHMEM_HOST_LIBRARY NAMES libnvshmem_host.so.3 libnvshmem_host.so
           PATHS ${_nvshmem}/lib NO_DEFAULT_PATH REQUIRED)
 message(STATUS "moe_ep: NVSHMEM of ${_nvshmem}")
@@ -22,7 +29,7 @@ file(GLOB _kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/*.cu)
 # so that nothing else becomes relocatable device code.
 add_library(moe_ep_nvshmem_kernels STATIC ${_kernels})
 set_target_properties(moe_ep_nvshmem_kernels PROPERTIES
-  CUDA_ARCHITECTURES "${_archs}" CUDA_SEPARABLE_COMPILATION ON CUDA_VISIBILITY_PRESET hidden)
+  CUDA_ARCHITECTURES "${_nvshmem_archs}" CUDA_SEPARABLE_COMPILATION ON CUDA_VISIBILITY_PRESET hidden)
 target_include_directories(moe_ep_nvshmem_kernels PRIVATE csrc)
 target_include_directories(moe_ep_nvshmem_kernels SYSTEM PRIVATE ${_nvshmem}/include)
 target_compile_options(moe_ep_nvshmem_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
@@ -34,7 +41,7 @@ pybind11_add_module(_C_nvshmem MODULE NO_EXTRAS
   $<TARGET_OBJECTS:moe_ep_runtime>
   $<TARGET_OBJECTS:moe_ep_kernels>)
 set_target_properties(_C_nvshmem PROPERTIES
-  CUDA_ARCHITECTURES "${_archs}" CXX_VISIBILITY_PRESET hidden CUDA_RESOLVE_DEVICE_SYMBOLS ON
+  CUDA_ARCHITECTURES "${_nvshmem_archs}" CXX_VISIBILITY_PRESET hidden CUDA_RESOLVE_DEVICE_SYMBOLS ON
   # Beside this package in site-packages; moe_ep/backends/nvshmem_library.py looks elsewhere too.
   BUILD_RPATH "${_nvshmem}/lib" INSTALL_RPATH "$ORIGIN/../nvidia/nvshmem/lib")
 if(NVSHMEM_DIR)
@@ -42,7 +49,7 @@ if(NVSHMEM_DIR)
 endif()
 target_include_directories(_C_nvshmem PRIVATE csrc)
 target_include_directories(_C_nvshmem SYSTEM PRIVATE ${_nvshmem}/include)
-target_compile_definitions(_C_nvshmem PRIVATE "MOE_EP_ARCHITECTURES=${_arch_names}")
+target_compile_definitions(_C_nvshmem PRIVATE "MOE_EP_ARCHITECTURES=${_nvshmem_arch_names}")
 target_link_libraries(_C_nvshmem PRIVATE
   moe_ep_nvshmem_kernels ${_nvshmem}/lib/libnvshmem_device.a ${NVSHMEM_HOST_LIBRARY}
   CUDA::cudart_static)
