@@ -1,6 +1,8 @@
-"""Metadata is in setup.cfg. Here: the CUDA core moe_ep._C, built by CMake where nvcc is found.
+"""Metadata is in setup.cfg. Here: the CUDA core moe_ep._C, built by CMake where nvcc is found, and
+moe_ep._C_nvshmem, where NVSHMEM is found too (the wheel nvidia-nvshmem-cu12 or -cu13, whichever
+matches nvcc, in the environment that is installed into; or NVSHMEM_DIR).
 
-MOE_EP_BUILD_CUDA=0 leaves it out, 1 insists on it. MOE_EP_CUDA_ARCHS="8.0;9.0;10.0" chooses the
+MOE_EP_BUILD_CUDA=0 leaves both out, 1 insists on _C. MOE_EP_CUDA_ARCHS="8.0;9.0;10.0" chooses the
 GPU architectures.
 """
 
@@ -28,6 +30,8 @@ def wants_cuda() -> bool:
 
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
+        if ext.name != "moe_ep._C":
+            return  # CMake makes both at once
         destination = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         source, folder = Path(__file__).resolve().parent, Path(self.build_temp).resolve()
         configure = ["-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
@@ -41,7 +45,10 @@ class CMakeBuild(build_ext):
 
 if wants_cuda():
     setup(
-        ext_modules=[Extension("moe_ep._C", sources=[])],
+        ext_modules=[
+            Extension("moe_ep._C", sources=[]),
+            Extension("moe_ep._C_nvshmem", sources=[], optional=True),
+        ],
         cmdclass={"build_ext": CMakeBuild},
         setup_requires=["cmake>=3.22", "ninja", "pybind11>=2.13"],
     )

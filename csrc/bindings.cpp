@@ -30,7 +30,10 @@ void bind_records(py::module_& m) {
       .def_readwrite("max_row_bytes", &CommunicatorConfig::max_row_bytes)
       .def_readwrite("max_scales", &CommunicatorConfig::max_scales)
       .def_readwrite("exact_combine", &CommunicatorConfig::exact_combine)
-      .def_readwrite("row_alignment", &CommunicatorConfig::row_alignment);
+      .def_readwrite("row_alignment", &CommunicatorConfig::row_alignment)
+      .def_readwrite("num_hosts", &CommunicatorConfig::num_hosts)
+      .def_readwrite("host", &CommunicatorConfig::host)
+      .def_readwrite("chunk_tokens", &CommunicatorConfig::chunk_tokens);
   py::class_<Launch>(m, "Launch")
       .def(py::init([](uintptr_t stream, double timeout_s, int num_sms, bool bad_input) {
              return Launch{stream, timeout_s, num_sms, bad_input};
@@ -111,6 +114,7 @@ void bind_plan(py::module_& m) {
     offsets["num_rows"] = at.num_rows;
     offsets["num_rank_rows"] = at.num_rank_rows;
     offsets["num_items"] = at.num_items;
+    offsets["status"] = at.status;
     offsets["rank_row_begin"] = at.rank_row_begin;
     offsets["item_begin"] = at.item_begin;
     offsets["expert_begin"] = at.expert_begin;
@@ -143,6 +147,7 @@ void bind_communicator(py::module_& m) {
       .def("memory", &Communicator::memory, py::return_value_policy::reference_internal)
       .def("header_words", &Communicator::header_words)
       .def("notify", &Communicator::notify)
+      .def("notify_hosts", &Communicator::notify_hosts)
       .def("fetch_lists", &Communicator::fetch_lists)
       .def("stage", &Communicator::stage)
       .def("dispatch", &Communicator::dispatch)

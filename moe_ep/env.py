@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 LAYOUT = "MOE_EP_LAYOUT"
 BACKEND = "MOE_EP_BACKEND"
@@ -11,6 +11,8 @@ TIMEOUT_S = "MOE_EP_TIMEOUT_S"
 MEMORY = "MOE_EP_MEMORY"
 STATISTICS = "MOE_EP_STATISTICS"
 NVTX = "MOE_EP_NVTX"
+RANKS_PER_HOST = "MOE_EP_RANKS_PER_HOST"
+MAX_RDMA_TOKENS = "DEEP_EP_NUM_MAX_RDMA_TOKENS"
 
 
 def layout_path() -> str | None:
@@ -68,6 +70,47 @@ def _switch(name: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"{name}={text!r} is neither 0 nor 1")
     return text == "1"
+def ranks_per_host() -> int | None:
+    """Ranks of a simulated host: NVSHMEM alone goes from one to another, on one machine.
+
+    Raises:
+        ValueError: the variable is not a positive integer.
+    """
+    return _positive(RANKS_PER_HOST)
+
+
+def max_rdma_tokens() -> int | None:
+    """Tokens that replace the layout's `internode.max_rdma_tokens`.
+
+    Raises:
+        ValueError: the variable is not a positive integer.
+    """
+    return _positive(MAX_RDMA_TOKENS)
+
+
+def _positive(name: str) -> int | None:
+    text = os.environ.get(name)
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}={text!r} is not a positive integer")
+    return int(text)
+
+
+def nvshmem_dir() -> str | None:
+    """The NVSHMEM installation to load, in place of an installed wheel."""
+    return os.environ.get("NVSHMEM_DIR") or None
+
+
+def nvshmem_variables() -> dict[str, str]:
+    """NVSHMEM's variables that are set."""
+    return {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
+
+
+def set_for_nvshmem(variables: Mapping[str, str]) -> None:
+    """Sets variables for NVSHMEM, which reads them when it starts; those already set stay."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def under_torchrun() -> bool:

@@ -66,6 +66,32 @@ class DispatchOptions(_Section):
     capacity: int | None = Field(default=None, ge=1, description="static rows of a rank's result")
 
 
+class InternodeOptions(_Section):
+    """How rows travel between hosts (backend nvshmem). Variables that are set win."""
+
+    transport: Literal["auto", "ibgda", "ibrc", "p2p"] = Field(
+        default="auto",
+        description="ibgda: the GPU sends; ibrc: a CPU thread; p2p: no network, one machine; auto: "
+        "as NVSHMEM's variables say",
+    )
+    max_rdma_tokens: int = Field(
+        default=2048,
+        ge=1,
+        le=65536,
+        description="rows that an inbox for one remote host has room for "
+        "(DEEP_EP_NUM_MAX_RDMA_TOKENS)",
+    )
+    ibgda_qp_depth: int | None = Field(
+        default=None,
+        ge=16,
+        le=65536,
+        description="messages in flight to one peer (NVSHMEM_QP_DEPTH, NVSHMEM_IBGDA_QP_DEPTH)",
+    )
+    ib_sl: int | None = Field(
+        default=None, ge=0, le=15, description="service level of the fabric (NVSHMEM_IB_SL)"
+    )
+
+
 class Timeouts(_Section):
     """Bounds of every wait for a peer, in seconds."""
 
@@ -77,6 +103,8 @@ class EPLayout(_Section):
     """A validated, immutable description of one expert-parallel exchange.
 
     Made from keywords, each section as a mapping or an object of its class.
+    Sections `model`, `parallel`, `dispatch`, `internode` and `timeouts` are described by their
+    classes.
 
     Raises:
         LayoutError: an unknown key, a wrong value, or values that do not fit each other; the
@@ -92,6 +120,8 @@ class EPLayout(_Section):
     backend: Literal["auto", "reference", "cuda", "nvshmem"] = Field(
         default="auto", description="auto takes the fastest that runs here; logs which and why"
     )
+    internode: InternodeOptions = InternodeOptions()
+    backend: Literal["auto", "reference", "cuda", "nvshmem"] = "auto"
     timeouts: Timeouts = Timeouts()
 
     def __init__(self, **data: Any) -> None:

@@ -8,7 +8,8 @@
 
 namespace moe_ep {
 
-// begin: the plan's rank_row_begin, in shared memory. All warps of the grid share the walk.
+// begin: the plan's rank_row_begin, in shared memory. All warps of the grid share the walk. It need
+// not begin with 0: between hosts a plan is a part of a longer list.
 class RankRowCursor {
  public:
   __device__ __forceinline__ RankRowCursor(const CommView& comm, const PlanView& plan,
@@ -18,7 +19,8 @@ class RankRowCursor {
     lane_ = threadIdx.x % kWarp;
     source_ = first_source;
     shift_ = begin[first_source];
-    num_rows_ = begin[comm.num_ranks];
+    num_rows_ = begin[comm.num_ranks] - begin[0];
+    end_ = begin[comm.num_ranks];
     total_ = num_rows_ * pieces;
     // Neighbouring warps of one block take neighbouring pieces.
     index_ = static_cast<int>(blockIdx.x) * warps + threadIdx.x / kWarp;
@@ -53,7 +55,7 @@ class RankRowCursor {
  private:
   __device__ __forceinline__ int place_of(int index) const {
     const int place = index / pieces_ + shift_;
-    return place < num_rows_ ? place : place - num_rows_;
+    return place < end_ ? place : place - num_rows_;
   }
   __device__ __forceinline__ RankRow load_row(int index) const {
     return index < total_ ? plan_.rank_rows[place_of(index)] : RankRow{};
@@ -64,7 +66,7 @@ class RankRowCursor {
 
   const PlanView& plan_;
   const int32_t* begin_;
-  int num_ranks_, pieces_, lane_, source_, shift_, num_rows_, place_ = 0, piece_ = 0;
+  int num_ranks_, pieces_, lane_, source_, shift_, num_rows_, end_, place_ = 0, piece_ = 0;
   int total_, index_, step_;  // in pieces
   RankRow row_, next_row_, after_row_;
   Item item_, next_item_;

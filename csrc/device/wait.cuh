@@ -19,8 +19,8 @@ static __device__ __noinline__ void record_fault(const CommView& comm, int peer,
                                                  uint64_t seen) {
   if (atomicCAS(&comm.control->abort, 0u, 1u) != 0) return;  // the first fault is the one to tell
   FaultRecord& fault = comm.host->fault;
-  fault.rank = comm.rank;
-  fault.peer = peer;
+  fault.rank = comm.first_rank + comm.rank;
+  fault.peer = comm.first_rank + peer;
   fault.phase = phase;
   fault.operation = operation;
   fault.expected = expected;
@@ -58,7 +58,7 @@ __device__ __forceinline__ bool wait_signal(const CommView& comm, Signal kind, i
     record_fault(comm, peer, phase, operation, operation << 1, seen);
     return false;
   }
-  if ((seen & 1) != 0 && seen >> 1 == operation) comm.host->bad_peer = peer + 1;
+  if ((seen & 1) != 0 && seen >> 1 == operation) comm.host->bad_peer = comm.first_rank + peer + 1;
   return true;
 }
 

@@ -18,7 +18,7 @@ struct SourceRows {
 __device__ __forceinline__ SourceRows source_rows(const DispatchArgs& args, const StagingSlot& slot,
                                                   int source, PeerGate& gate) {
   const CommView& comm = args.comm;
-  if (source == comm.rank) return {args.x, args.probs};
+  if (source == comm.rank && !args.own_staged) return {args.x, args.probs};
   if (!gate.wait(comm, Signal::kStageReady, source, slot.operation, Phase::kStageReady)) {
     return {nullptr, nullptr};
   }
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ int32_t begin[kMaxRanks + 1];
   const CommView& comm = args.comm;
   if (is_aborted(comm)) return;
-  const bool staged = comm.num_ranks > 1;
+  const bool staged = comm.num_ranks > 1 || args.own_staged != 0;
   const StagingSlot slot = current_slot(comm);
   load_begin(comm, args.plan, begin);
   if (!pull_rows(args, slot, begin)) return;

@@ -17,6 +17,7 @@ struct DispatchArgs {
   const float* probs;  // [T, K] or null
   char* rows;          // [N, H]
   float* row_probs;    // [N], null without probs
+  int32_t own_staged;  // 1: this rank's own rows are to be read from its stage too
   // FP8 only.
   float* row_scales;  // [N, H/128]; null: rows are turned back into the type of x
   DataType type;      // of x

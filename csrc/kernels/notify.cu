@@ -13,13 +13,8 @@
 namespace moe_ep {
 namespace {
 
-struct Verdict {
-  NotifyStatus status;
-  int culprit, worst_rows, max_tokens;
-};
-
 // The same on all ranks, since all see the same matrix. Called by all threads of a block.
-__device__ Verdict judge(const NotifyArgs& args, const int32_t* matrix, const int32_t* scan) {
+__device__ NotifyVerdict judge(const NotifyArgs& args, const int32_t* matrix, const int32_t* scan) {
   __shared__ int32_t bad[kMaxRanks], tokens[kMaxRanks];
   const CommView& comm = args.comm;
   const int experts = comm.num_experts, ranks = comm.num_ranks, local = experts / ranks;
@@ -29,7 +24,7 @@ __device__ Verdict judge(const NotifyArgs& args, const int32_t* matrix, const in
     tokens[r] = row[num_tokens_column(experts, ranks)];
   }
   __syncthreads();
-  Verdict verdict{};
+  NotifyVerdict verdict{};
   int bad_rank = -1, fullest = 0;
   for (int r = ranks - 1; r >= 0; --r) {
     if (bad[r] > 0) bad_rank = r;
@@ -44,6 +39,18 @@ __device__ Verdict judge(const NotifyArgs& args, const int32_t* matrix, const in
                    : overflow                             ? NotifyStatus::kOverflow
                                                           : NotifyStatus::kOk;
   return verdict;
+}
+
+// Adds the padding of each expert to its last block. sizes: [E] rows of each block.
+__device__ void pad_blocks(const NotifyArgs& args, int32_t* sizes) {
+  const int blocks = max(args.blocks_per_expert, 1);
+  for (int e = threadIdx.x; e < args.comm.num_experts / blocks; e += kNotifyThreads) {
+    int32_t rows = 0;
+    for (int i = 0; i < blocks; ++i) rows += sizes[e * blocks + i];
+    sizes[e * blocks + blocks - 1] +=
+        static_cast<int32_t>(align_up(rows, args.row_alignment)) - rows;
+  }
+  __syncthreads();
 }
 
 // Computes the block's offsets from the matrix of counts.
@@ -69,7 +76,7 @@ __device__ void compute_offsets(const NotifyArgs& args, const int32_t* matrix,
       }
     }
     offsets.base[e] = before;
-    offsets.scan[e] = static_cast<int32_t>(align_up(total, args.row_alignment));
+    offsets.scan[e] = total;
   }
   const int32_t* mine = matrix + comm.rank * width;
   for (int d = warp; d < ranks; d += kNotifyWarps) {
@@ -82,6 +89,7 @@ __device__ void compute_offsets(const NotifyArgs& args, const int32_t* matrix,
     if (lane == 0) offsets.base[items_at + d] = items;
   }
   __syncthreads();
+  pad_blocks(args, offsets.scan);
   block_exclusive_scan<kNotifyThreads>(offsets.scan, experts);
   for (int e = threadIdx.x; e < experts; e += kNotifyThreads) {
     offsets.base[e] += offsets.scan[e] - offsets.scan[e / local * local];
@@ -143,12 +151,16 @@ __device__ void write_header(const NotifyArgs& args, const int32_t* matrix, cons
 }
 
 // Tells the host how much to allocate, before anything else is done with the counts.
-__device__ void report(const NotifyArgs& args, const Verdict& verdict) {
+__device__ void report(const NotifyArgs& args, const NotifyVerdict& verdict) {
   const CommView& comm = args.comm;
   HostState* host = comm.host;
   const int local = comm.num_experts / comm.num_ranks;
   const PlanHeader at = plan_header(comm.num_ranks, local);
   const int32_t* header = args.plan.header;
+  if (args.verdict != nullptr) {
+    if (threadIdx.x == 0) *args.verdict = verdict;
+    return;
+  }
   if (!args.report_to_host) {
     if (threadIdx.x == 0 && verdict.status != NotifyStatus::kOk && host->sticky_status == 0) {
       host->culprit = verdict.culprit;
@@ -238,8 +250,10 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
     plan.item_of_slot[slot] = item_begin + order;
     if (!walk.is_first()) continue;
     const int32_t segment = offsets.base[items_column(experts, ranks) + destination];
-    rank_rows[rank_row] = {token, rank_row, item_begin - segment, __popc(share)};
-    plan.partial_slots[token * destinations + position] = rank_row;
+    const int32_t partial =
+        args.part_tokens == 0 ? rank_row : token % args.part_tokens * destinations + position;
+    rank_rows[rank_row] = {token, partial, item_begin - segment, __popc(share)};
+    plan.partial_slots[token * destinations + position] = partial;
   }
 }
 
@@ -269,7 +283,7 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   if (!grid_barrier(comm, operation) || is_aborted(comm)) return;
 
   compute_offsets(args, matrix, offsets);
-  const Verdict verdict = judge(args, matrix, offsets.scan);
+  const NotifyVerdict verdict = judge(args, matrix, offsets.scan);
   const bool valid = verdict.status == NotifyStatus::kOk;
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) report_wait(comm);

@@ -22,6 +22,12 @@ struct NotifyArgs {
   int64_t capacity;        // rows of the result at most; 0: no limit
   int32_t report_to_host;  // 1: the host waits for the counts of this call
   int32_t* scratch;
+  // Between hosts (csrc/nvshmem): `plan` is of the tokens of all hosts that concern this one, and
+  // an expert has one block per host its rows come from, padded together.
+  int32_t blocks_per_expert;  // 0 stands for 1
+  NotifyVerdict* verdict;     // null: the host is told; else it goes there, in device memory
+  int64_t own_tokens;         // with a verdict: tokens of this rank
+  int64_t part_tokens;        // with a verdict: combine slots are numbered anew after so many
 };
 
 // To be called once per device before the first launch with these sizes.

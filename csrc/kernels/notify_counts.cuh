@@ -158,7 +158,9 @@ __device__ inline void send_counts(const NotifyArgs& args, uint64_t operation,
       }
     }
     if (c == bad_index_column(experts, ranks)) running += comm.bad_input;
-    if (c == num_tokens_column(experts, ranks)) running = static_cast<int>(args.plan.num_tokens);
+    if (c == num_tokens_column(experts, ranks)) {
+      running = static_cast<int>(args.verdict != nullptr ? args.own_tokens : args.plan.num_tokens);
+    }
     publish_count(comm, operation, c, running);
   }
 }

@@ -75,6 +75,10 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     stage_fp8_kernel(const __grid_constant__ StageArgs args) {
   const CommView& comm = args.comm;
+  if (args.rows_out != nullptr) {
+    quantize_rows<T>(args, {args.rows_out, args.scales_out, nullptr});
+    return;
+  }
   if (is_aborted(comm) || !plan_is_valid(comm, args.plan)) return;
   const StagingSlot slot = current_slot(comm);
   if (!wait_all_peers(comm, Signal::kStageDone, slot.last_used_by, Phase::kStageFree)) return;

@@ -37,6 +37,18 @@ const char* phase_name(Phase phase) {
       return "combine (partial sums)";
     case Phase::kGrid:
       return "its own blocks";
+    case Phase::kRailRouting:
+      return "dispatch.notify (expert ids from another host)";
+    case Phase::kRailVerdict:
+      return "dispatch.notify (verdict of another host)";
+    case Phase::kRailRowsFree:
+      return "dispatch (inbox on another host free)";
+    case Phase::kRailRows:
+      return "dispatch (rows from another host)";
+    case Phase::kRailSumsFree:
+      return "combine (inbox on another host free)";
+    case Phase::kRailSums:
+      return "combine (sums from another host)";
     case Phase::kNone:
       break;
   }
@@ -116,6 +128,11 @@ SymmetricMemory& Communicator::allocate(int64_t max_tokens, MemoryKind kind) {
   shape.max_scales = config_.max_scales;
   shape.exact_combine = config_.exact_combine;
   shape.max_tokens = max_tokens;
+  if (config_.num_hosts > 0) {
+    shape.max_tokens = static_cast<int64_t>(config_.num_hosts) * config_.chunk_tokens;
+    shape.list_tokens = shape.max_tokens * ceil_div(max_tokens, config_.chunk_tokens);
+  }
+  max_tokens_ = max_tokens;
   memory_.reset();
   memory_ = std::make_unique<SymmetricMemory>(config_.device, config_.rank, shape, kind);
   // Nobody reads the new memory yet: its slots are free, whatever the old ones' last operation was.
@@ -151,7 +168,8 @@ CommView Communicator::view(const Launch& launch) const {
   view.layout = memory_->layout();
   view.num_experts = config_.num_experts;
   view.max_slots = config_.num_slots;
-  view.max_tokens = memory_->shape().max_tokens;
+  view.max_tokens = max_tokens_;
+  view.first_rank = config_.host * config_.num_ranks;
   for (int i = 0; i < config_.num_ranks; ++i) view.peers[i] = memory_->peer(i);
   return view;
 }
@@ -168,6 +186,25 @@ uint64_t Communicator::notify(const PlanView& plan, uintptr_t topk_idx, bool is_
   args.capacity = capacity;
   args.report_to_host = report;
   args.scratch = scratch_;
+  if (report) host_->counts_ready = 0;
+  check_cuda(launch_notify(args, launch.num_sms, stream_of(launch)), "notify kernel");
+  return ++operations_;
+}
+
+uint64_t Communicator::notify_hosts(const PlanView& plan, uintptr_t topk_idx, int64_t own_tokens,
+                                    uintptr_t verdict, bool report, int64_t capacity,
+                                    const Launch& launch) {
+  NotifyArgs args{};
+  args.comm = view(launch);
+  args.plan = plan;
+  args.topk_idx = pointer<const void>(topk_idx);
+  args.row_alignment = config_.row_alignment;
+  args.capacity = capacity;
+  args.scratch = scratch_;
+  args.blocks_per_expert = config_.num_hosts;
+  args.verdict = pointer<NotifyVerdict>(verdict);
+  args.own_tokens = own_tokens;
+  args.part_tokens = static_cast<int64_t>(config_.num_hosts) * config_.chunk_tokens;
   if (report) host_->counts_ready = 0;
   check_cuda(launch_notify(args, launch.num_sms, stream_of(launch)), "notify kernel");
   return ++operations_;
@@ -221,6 +258,7 @@ uint64_t Communicator::dispatch(const PlanView& plan, const DispatchTensors& ten
   args.row_scales = pointer<float>(tensors.row_scales);
   args.type = static_cast<DataType>(tensors.type);
   args.hidden = tensors.hidden;
+  args.own_staged = config_.num_hosts > 0;
   if (tensors.fp8 == 0) {
     args.shape = row_shape(row_bytes);
     check_cuda(launch_dispatch(args, launch.num_sms, stream_of(launch)), "dispatch kernel");

@@ -25,6 +25,11 @@ struct CommunicatorConfig {
   int max_scales = 0;      // FP8 scales of a row, 0 if rows never travel as FP8
   bool exact_combine = false;
   int row_alignment = 1;
+  // Between hosts: all above is of one host, num_experts counts every expert once for each host its
+  // rows come from, and rows move in chunks of so many tokens of each rank. 0: one host.
+  int num_hosts = 0;
+  int host = 0;
+  int chunk_tokens = 0;
 };
 
 // How to launch one operation.
@@ -84,6 +89,11 @@ class Communicator {
   // capacity: rows a result may have; 0: as many as come.
   uint64_t notify(const PlanView& plan, uintptr_t topk_idx, bool is_64_bit, bool report,
                   int64_t capacity, const Launch& launch);
+  // Between hosts: of the tokens of all hosts that concern this one; what it finds goes to
+  // `verdict` in device memory, and the lists stay with their publishers. report: the host will
+  // wait.
+  uint64_t notify_hosts(const PlanView& plan, uintptr_t topk_idx, int64_t own_tokens,
+                        uintptr_t verdict, bool report, int64_t capacity, const Launch& launch);
   void fetch_lists(const PlanView& plan, const Launch& launch);
   // First half of a dispatch: needs neither the plan's lists nor its counts. Does nothing on any
   // rank where the notify before it failed.
@@ -107,13 +117,16 @@ class Communicator {
   // What a notify that nobody waited for found wrong, as Counts with a status; kOk: nothing.
   Counts sticky() const;
 
- private:
+  // What kernels see of it, for one launch.
   CommView view(const Launch& launch) const;
+
+ private:
   bool stages(const DispatchTensors& tensors) const;
   Counts read_counts() const;
 
   CommunicatorConfig config_;
   std::unique_ptr<SymmetricMemory> memory_;
+  int64_t max_tokens_ = 0;  // of a rank, that memory is for
   Control* control_ = nullptr;
   HostState* host_ = nullptr;         // as the host sees it
   HostState* host_mapped_ = nullptr;  // as the device sees it

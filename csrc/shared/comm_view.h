@@ -9,7 +9,8 @@ namespace moe_ep {
 struct CommView {
   int32_t rank;
   int32_t num_ranks;
-  int32_t bad_input;  // 1: this rank's data means nothing; peers are told
+  int32_t bad_input;   // 1: this rank's data means nothing; peers are told
+  int32_t first_rank;  // of this host in the group; 0 where all ranks are on one
   uint64_t timeout_ns;
   Control* control;
   HostState* host;

@@ -15,6 +15,13 @@ enum class Phase : int32_t {
   kSlotsFree = 5,   // combine: the peer still reads its combine slots
   kPartials = 6,    // combine: partial sums of the peer
   kGrid = 7,        // blocks of this very kernel
+  // Between hosts. The peer is the rank of the same local index on another host.
+  kRailRouting = 8,    // notify: the expert ids of the peer's tokens
+  kRailVerdict = 9,    // notify: what the peer's host thinks of the counts
+  kRailRowsFree = 10,  // dispatch: the peer still reads the inbox slot to be rewritten
+  kRailRows = 11,      // dispatch: rows put by the peer
+  kRailSumsFree = 12,  // combine: the peer still reads the inbox slot to be rewritten
+  kRailSums = 13,      // combine: sums put by the peer
 };
 
 // One per communicator, in ordinary device memory. Operation numbers live here and not in kernel
@@ -38,6 +45,12 @@ enum class NotifyStatus : int32_t {
   kBadInput = 1,   // `culprit` holds a bad index or said that its input is bad
   kNeedsRoom = 2,  // a rank has `max_tokens` tokens: more than symmetric memory is for
   kOverflow = 3,   // `culprit` would get `worst_rows` rows: more than the capacity
+};
+
+// What a notify found in the counts.
+struct NotifyVerdict {
+  NotifyStatus status;
+  int32_t culprit, worst_rows, max_tokens;
 };
 
 struct FaultRecord {

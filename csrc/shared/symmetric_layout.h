@@ -14,6 +14,7 @@ struct SymmetricShape {
   int32_t max_scales;     // FP8 scales of a row, 0 if rows never travel as FP8
   int32_t exact_combine;  // 1: combine slots hold every expert row, 0: one partial sum per rank
   int64_t max_tokens;     // of any rank
+  int64_t list_tokens;    // tokens that lists are for, where rows move in parts; 0: max_tokens
 };
 
 // One word of signals per (kind, peer), written by that peer: (operation << 1) | bad input.
@@ -78,14 +79,16 @@ inline SymmetricLayout symmetric_layout(const SymmetricShape& shape) {
   const int64_t tokens = shape.max_tokens;
   const int64_t destinations = max_destinations(shape.num_slots, shape.num_ranks);
   const int64_t slots_per_token = shape.exact_combine ? shape.num_slots : destinations;
-  // One rank alone stages only what it quantises and needs no combine slots.
-  const bool alone = shape.num_ranks == 1;
+  const int64_t listed = shape.list_tokens > 0 ? shape.list_tokens : tokens;
+  // One rank alone stages only what it quantises and needs no combine slots. Where it is alone on
+  // its host only, rows of other hosts are staged.
+  const bool alone = shape.num_ranks == 1 && shape.list_tokens == 0;
   SymmetricLayout layout{};
   layout.signals = take(kNumSignals * kMaxRanks * 8);
   layout.counts = take(static_cast<int64_t>(shape.num_ranks) *
                        count_columns(shape.num_experts, shape.num_ranks) * 8);
-  layout.rank_rows = take(tokens * destinations * static_cast<int64_t>(sizeof(RankRow)));
-  layout.items = take(tokens * shape.num_slots * static_cast<int64_t>(sizeof(Item)));
+  layout.rank_rows = take(listed * destinations * static_cast<int64_t>(sizeof(RankRow)));
+  layout.items = take(listed * shape.num_slots * static_cast<int64_t>(sizeof(Item)));
   const int64_t staged_row = alone ? shape.max_scales * kFp8Block : shape.max_row_bytes;
   layout.stage_scales = align_up(tokens * staged_row, kAlign);
   layout.stage_probs = layout.stage_scales + align_up(tokens * shape.max_scales * 4, kAlign);

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from moe_ep.backends import cuda
+from moe_ep.backends import cuda, nvshmem_runtime
 from moe_ep.backends.base import Backend
 from moe_ep.backends.channel import Channel
+from moe_ep.backends.nvshmem import NvshmemBackend
 from moe_ep.backends.reference import ReferenceBackend
 from moe_ep.errors import BackendUnavailableError
 from moe_ep.layout import EPLayout
@@ -22,12 +23,12 @@ logger = logging.getLogger("moe_ep")
 class _Candidate:
     unavailable: Callable[[EPLayout], str | None]
     """Why it cannot run this layout here; None where it can."""
-    build: Callable[[EPLayout, dist.ProcessGroup, Channel], Backend] | None
+    build: Callable[[EPLayout, dist.ProcessGroup, Channel], Backend]
 
 
 # Fastest first: the order in which "auto" tries them.
 _CANDIDATES = {
-    "nvshmem": _Candidate(lambda layout: "this version of moe_ep has no nvshmem backend", None),
+    "nvshmem": _Candidate(nvshmem_runtime.unavailable_reason, NvshmemBackend),
     "cuda": _Candidate(cuda.unavailable_reason, cuda.CudaBackend),
     "reference": _Candidate(lambda layout: None, ReferenceBackend),
 }
@@ -75,7 +76,7 @@ def _build(
     unavailable: dict[str, str | None],
 ) -> Backend:
     reason, build = unavailable[name], _CANDIDATES[name].build
-    if reason is not None or build is None:
+    if reason is not None:
         raise BackendUnavailableError(
             f"backend {name!r} cannot run: {reason}; backend: reference runs everywhere, "
             "backend: auto takes the fastest that runs"

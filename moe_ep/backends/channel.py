@@ -12,6 +12,7 @@ round or kind of operation never meet, whose sizes would differ.
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from moe_ep.errors import BrokenError, OrderError, PeerError, PeerTimeoutError
 _TAG_MARK = 1 << 30  # keeps our tags away from the small ones that frameworks use
 _CHANNEL_BITS, _ROUND_BITS, _STATUS_BITS = 7, 8, 15
 _STATUS_BYTES = 512
+_FRAME_BYTES = 4096
 _SEPARATOR = "\0"
 
 
@@ -51,6 +53,10 @@ class Channel:
         self.rounds = 0
         self._broken: str | None = None
         self._lost: list[Any] = []
+
+    def group_rank(self, peer: int) -> int:
+        """A rank of this channel as a rank of its group."""
+        return peer
 
     def device(self) -> torch.device:
         """A device whose tensors this channel sends without a detour."""
@@ -174,7 +180,7 @@ class Round:
     def _post(self, messages: list[_Message], peer: int, tensor: Tensor, receives: bool) -> None:
         if tensor.numel() == 0:
             return
-        group = self.channel.group
+        group, address = self.channel.group, self.channel.group_rank(peer)
         backend = _backend_name(group, tensor.device)
         wire = tensor
         if tensor.device.type != "cpu" and backend in (None, "gloo"):
@@ -185,13 +191,13 @@ class Round:
         flat = wire.view(-1).view(torch.uint8)  # gloo knows no float8
         if backend == "nccl":  # has no tags: one batch, started by `finish`
             operation = dist.irecv if receives else dist.isend
-            self._batch.append(dist.P2POp(operation, flat, group=group, group_peer=peer))
+            self._batch.append(dist.P2POp(operation, flat, group=group, group_peer=address))
             return
         try:
             if receives:
-                message.work = dist.irecv(flat, group=group, group_src=peer, tag=self._tag)
+                message.work = dist.irecv(flat, group=group, group_src=address, tag=self._tag)
             else:
-                message.work = dist.isend(flat, group=group, group_dst=peer, tag=self._tag)
+                message.work = dist.isend(flat, group=group, group_dst=address, tag=self._tag)
         except RuntimeError as error:
             raise self._failure(peer, error) from None
 
@@ -223,8 +229,8 @@ class Round:
             work.wait()
 
     def _failure(self, peer: int | None, error: RuntimeError) -> PeerTimeoutError:
-        rank, call = self.channel.rank, self.call
-        whom = "a peer" if peer is None else f"rank {peer}"
+        rank, call = self.channel.group_rank(self.channel.rank), self.call
+        whom = "a peer" if peer is None else f"rank {self.channel.group_rank(peer)}"
         if time.monotonic() >= self.deadline or "Timed out" in str(error):
             what = f"waited {call.timeout_s:g} s for {whom}"
             advice = (
@@ -237,6 +243,30 @@ class Round:
         message = f"rank {rank} {what} in {call.phase}, operation {call.operation} ({advice})"
         self.channel.fail(message, [self._statuses, self._payload, self._batch])
         return PeerTimeoutError(message)
+
+
+def exchange_json(
+    channel: Channel, value: dict[str, str], call: Call, kind: str = "symmetric memory"
+) -> list[dict[str, str]]:
+    """Every rank's value, by rank. A barrier, too.
+
+    Raises:
+        As `Round.finish`.
+    """
+    data = json.dumps(value).encode()
+    assert len(data) <= _FRAME_BYTES, f"{len(data)} bytes, a frame has {_FRAME_BYTES}"
+    mine = torch.frombuffer(bytearray(data.ljust(_FRAME_BYTES)), dtype=torch.uint8)
+    mine = mine.to(channel.device())
+    peers = [peer for peer in range(channel.size) if peer != channel.rank]
+    frames = {peer: torch.empty_like(mine) for peer in peers}
+    exchange = Round(channel, call, kind)
+    for peer, frame in frames.items():
+        exchange.recv(peer, frame)
+    for peer in exchange.peers():
+        exchange.send(peer, mine)
+    exchange.finish()
+    frames[channel.rank] = mine
+    return [json.loads(bytes(frames[rank].cpu().tolist())) for rank in range(channel.size)]
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_ep.backends.base import Call, DispatchedRows
 from moe_ep.backends.channel import Channel
 from moe_ep.backends.cuda_figures import CudaFigures
-from moe_ep.backends.cuda_memory import SharedMemory
+from moe_ep.backends.cuda_memory import Memory, SharedMemory
 from moe_ep.backends.cuda_plan import CudaPlan
 from moe_ep.errors import BrokenError, CapacityError, PeerError, PeerTimeoutError
 from moe_ep.layout import FP8_BLOCK, EPLayout
@@ -123,6 +123,7 @@ class CudaBackend(CudaFigures):
         config.max_scales = layout.model.hidden // FP8_BLOCK if fp8 else 0
         config.exact_combine = layout.dispatch.exact_combine
         config.row_alignment = layout.dispatch.row_alignment
+        self._configure(config)
         torch.cuda.current_stream(self.device)  # torch's context first
         self._comm: Any = self._core.Communicator(config)
         self._max_slots = config.num_slots
@@ -132,12 +133,16 @@ class CudaBackend(CudaFigures):
         self._last_stream: torch.cuda.Stream | None = None
         self._broken: str | None = None
         self._pending: CudaPlan | None = None  # its counts are on their way
-        self._memory = SharedMemory(self._core, self._comm, channel, self.device)
-        self._memory.connect(
+        memory = SharedMemory(self._core, self._comm, channel, self.device)
+        memory.connect(
             layout.tokens_per_rank or _SMALLEST_TOKENS, Call(0, "setup", layout.timeouts.first_s)
         )
         # Kernels wait for each other: those of all ranks on one GPU must fit on it together.
-        self._max_sms = max(self._max_sms // self._memory.ranks_on_gpu, 1)
+        self._max_sms = max(self._max_sms // memory.ranks_on_gpu, 1)
+        self._memory: Memory = memory
+
+    def _configure(self, config: Any) -> None:
+        """Room for what a backend between hosts adds."""
 
     # -- verbs ------------------------------------------------------------------------------------
 
@@ -305,8 +310,11 @@ class CudaBackend(CudaFigures):
         self._raise_status(counts, call)
         if not has_lists:
             plan.add_lists(self._core, counts.num_rank_rows, counts.num_items)
-            self._comm.fetch_lists(plan.view, launch)
+            self._fetch_lists(plan, launch)
         plan.set_rows(counts.num_rows, counts)
+
+    def _fetch_lists(self, plan: CudaPlan, launch: Any) -> None:
+        self._comm.fetch_lists(plan.view, launch)
 
     def _notify(
         self, plan: CudaPlan, topk_idx: Tensor, launch: Any, call: Call, capacity: int = 0
@@ -380,13 +388,17 @@ class CudaBackend(CudaFigures):
         calls = [known for number, known in self._calls if number == fault.operation]
         operation = calls[0].operation if calls else fault.operation
         seconds = f"{calls[0].timeout_s:g} s " if calls else ""
+        whom = self._name_of(fault.peer)
         message = (
-            f"rank {fault.rank} waited {seconds}for rank {fault.peer} in {fault.phase}, operation "
-            f"{operation} (expected {fault.expected}, seen {fault.seen}; rank {fault.peer} did not "
+            f"rank {fault.rank} waited {seconds}for {whom} in {fault.phase}, operation "
+            f"{operation} (expected {fault.expected}, seen {fault.seen}; {whom} did not "
             "reach this operation: see its log; raise the layout's time-outs if it was only slow)"
         )
         self._broken = message
         return PeerTimeoutError(message)
+
+    def _name_of(self, rank: int) -> str:
+        return f"rank {rank}"
 
     def _raise_status(self, counts: Any, call: Call) -> None:
         where = f"rank {self.rank}: {call.phase}, operation {call.operation}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -11,22 +10,35 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from moe_ep import env
 from moe_ep.backends.base import Call
-from moe_ep.backends.channel import Channel, Round
+from moe_ep.backends.channel import Channel, exchange_json
 from moe_ep.backends.fd_exchange import FdExchange, FdExchangeError
 from moe_ep.errors import BackendUnavailableError
 
 logger = logging.getLogger("moe_ep")
 
-_FRAME_BYTES = 4096
 _GOODBYE_S = 2.0
 _PROBLEM_LETTERS = 300
 _FD_BYTES = 4
+
+
+class Memory(Protocol):
+    """What a backend needs of its symmetric memory once it is set up."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Of any rank, that there is room for."""
+
+    def grow(self, needed_tokens: int, call: Call) -> None:
+        """Replaces the memory by a larger one; all ranks come here in the same operation."""
+
+    def release(self) -> None:
+        """Frees everything once no peer uses it; never waits long for one that stays away."""
 
 
 class SharedMemory:
@@ -120,7 +132,7 @@ class SharedMemory:
             choice = env.memory()
         except ValueError as error:
             call = replace(call, error=error)
-        mine = {"host": _host_id(), "gpu": _gpu_id(self._device.index), "choice": choice}
+        mine = {"host": _host_id(), "gpu": gpu_id(self._device.index), "choice": choice}
         answers = self._exchange(mine, call)
         for rank, answer in enumerate(answers):
             if answer["host"] != answers[0]["host"]:
@@ -204,19 +216,7 @@ class SharedMemory:
 
     def _exchange(self, value: dict[str, str], call: Call) -> list[dict[str, str]]:
         """Every rank's value, by rank."""
-        data = json.dumps(value).encode()
-        assert len(data) <= _FRAME_BYTES, f"{len(data)} bytes, a frame has {_FRAME_BYTES}"
-        mine = torch.frombuffer(bytearray(data.ljust(_FRAME_BYTES)), dtype=torch.uint8)
-        mine = mine.to(self._channel.device())
-        frames = {peer: torch.empty_like(mine) for peer in range(self._size) if peer != self._rank}
-        exchange = Round(self._channel, call, "symmetric memory")
-        for peer, frame in frames.items():
-            exchange.recv(peer, frame)
-        for peer in exchange.peers():
-            exchange.send(peer, mine)
-        exchange.finish()
-        frames[self._rank] = mine
-        return [json.loads(bytes(frames[rank].cpu().tolist())) for rank in range(self._size)]
+        return exchange_json(self._channel, value, call)
 
 
 class IpcOffer:
@@ -284,7 +284,7 @@ def _host_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _gpu_id(index: int) -> str:
+def gpu_id(index: int) -> str:
     """The same in every process, whatever CUDA_VISIBLE_DEVICES is there."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
@@ -293,8 +293,8 @@ def _missing_access(index: int, gpu: str) -> str:
     """Why device `index` cannot reach the GPU `gpu`; empty where it can, or where that GPU is not
     visible to this process, so that only the attempt will tell."""
     for other in range(torch.cuda.device_count()):
-        if other == index or _gpu_id(other) != gpu:
+        if other == index or gpu_id(other) != gpu:
             continue
         if not torch.cuda.can_device_access_peer(index, other):
-            return f"GPU {_gpu_id(index)} has no peer access to GPU {gpu}"
+            return f"GPU {gpu_id(index)} has no peer access to GPU {gpu}"
     return ""

@@ -17,6 +17,7 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parents[1]
 WATCHED = ("torch", "pydantic", "PyYAML", "tqdm", "megatron-core", "deepspeed")
 NVSHMEM_WHEELS = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13")
+LIBRARY = "libnvshmem_host.so.3"
 
 
 def packages() -> dict[str, Any]:
@@ -57,18 +58,17 @@ def nvshmem() -> dict[str, Any]:
         for wheel in NVSHMEM_WHEELS
         if _version(wheel)
         for file in importlib.metadata.files(wheel) or []
-        if file.name.startswith("libnvshmem_host.so")
+        if file.name == LIBRARY
     ]
     found: dict[str, Any] = {
         "backend": (PACKAGE / "backends" / "nvshmem.py").exists(),
-        **_extension("_C_nvshmem"),
         "library": str(libraries[0]) if libraries else None,
     }
     if libraries:
         names = (path.name.split(".")[0] for path in libraries[0].parent.glob("*_transport_*"))
         found["transports"] = sorted(name.rpartition("_")[2] for name in names)
-        found["loaded"] = _library_version(libraries[0])
-    return found
+        found["loaded"] = _library_version(libraries[0])  # so that the module finds it, too
+    return found | _extension("_C_nvshmem")
 
 
 def _extension(name: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _extension(name: str) -> dict[str, Any]:
 def _library_version(path: Path) -> str:
     numbers = [ctypes.c_int() for _ in range(3)]
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         library.nvshmemx_vendor_get_version_info(*map(ctypes.byref, numbers))
     except (OSError, AttributeError) as error:
         return f"cannot be loaded: {error}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import random
 import time
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from moe_ep.quant import dequantize_fp8, quantize_fp8
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROUNDING = {"bf16": 8e-3, "fp16": 1e-3, "fp32": 1e-6}
 _CHANNELS = [1]
+TESTED_BACKEND = "GPU_TESTED_BACKEND"  # set in the processes of the ranks
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,19 @@ def make_backend(case: Case) -> CudaBackend:
     layout = make_layout(case)
     _CHANNELS[0] += 1
     group = dist.group.WORLD
-    return CudaBackend(layout, group, Channel(group, _CHANNELS[0]))
+    backend: CudaBackend = backend_class()(layout, group, Channel(group, _CHANNELS[0]))
+    return backend
+
+
+def backend_name() -> str:
+    """Of the backend under test: "cuda" unless internode_scenarios.py has chosen the other."""
+    return os.environ.get(TESTED_BACKEND, "cuda")
+
+
+def backend_class() -> Any:
+    if backend_name() == "cuda":
+        return CudaBackend
+    return importlib.import_module("moe_ep.backends.nvshmem").NvshmemBackend
 
 
 def route(case: Case, num_tokens: int, generator: torch.Generator) -> Tensor:
@@ -315,7 +330,7 @@ def check_autograd(rank: int) -> None:
     case = Case(tokens=(21, 0, 13), hidden=64, top_k=3, dtype="fp32", alignment=4)
     x, idx, probs = make_inputs(case)
     results = []
-    for name, device in (("reference", "cpu"), ("cuda", "cuda")):
+    for name, device in (("reference", "cpu"), (backend_name(), "cuda")):
         ep = ExpertParallel(make_layout(case).replace(backend=name))
         inputs = [t.detach().to(device).requires_grad_() for t in (x, probs)]
         d = ep.dispatch(inputs[0], idx.to(device), inputs[1])

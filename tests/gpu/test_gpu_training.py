@@ -54,13 +54,20 @@ def small(dispatcher: str) -> list[str]:
 
 # Of each group of processes: the number of ranks, and its trainings, one after the other.
 SPEED = "1 speed"
-GROUPS: dict[str, tuple[int, dict[str, list[str]]]] = {
-    SPEED: (1, {name: small(name) for name in ("alltoall", "deepep")}),
-} | {
-    f"{ranks} {dtype} {backend}": (ranks, {"tiny": tiny(ranks, dtype, backend)})
-    for ranks, dtype in ((1, "fp32"), (2, "fp32"), (2, "bf16"), (4, "fp32"))
-    for backend in ("cuda", "reference")
-}
+TWO_HOSTS = "4 fp32 nvshmem"  # of two ranks each, simulated
+GROUPS: dict[str, tuple[int, dict[str, list[str]]]] = (
+    {
+        SPEED: (1, {name: small(name) for name in ("alltoall", "deepep")}),
+    }
+    | {
+        f"{ranks} {dtype} {backend}": (ranks, {"tiny": tiny(ranks, dtype, backend)})
+        for ranks, dtype in ((1, "fp32"), (2, "fp32"), (2, "bf16"), (4, "fp32"))
+        for backend in ("cuda", "reference")
+    }
+    | {
+        TWO_HOSTS: (4, {"tiny": tiny(4, "fp32", "nvshmem")}),
+    }
+)
 
 
 def progress(groups: list[tuple[list[subprocess.Popen], Path]]) -> dict[str, int]:
@@ -102,6 +109,8 @@ def start(group: str, folder: Path) -> list[subprocess.Popen]:
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    if group == TWO_HOSTS:
+        environment["MOE_EP_RANKS_PER_HOST"] = "2"
     return [
         subprocess.Popen(
             [sys.executable, str(HERE / "training_runs.py"), str(folder / "runs.json")],
@@ -163,6 +172,13 @@ def test_fp32_losses_equal_reference(records: dict[tuple[str, str], Records], ra
     assert worst <= FP32_LIMIT
 
 
+def test_losses_of_two_hosts_equal_those_of_one(records: dict[tuple[str, str], Records]) -> None:
+    two, one = records[TWO_HOSTS, "tiny"], records["4 fp32 cuda", "tiny"]
+    worst = max(relative_differences(two, one))
+    print(f"largest relative difference: {worst:.2e}")
+    assert worst <= FP32_LIMIT
+
+
 def test_bf16_losses_equal_reference(records: dict[tuple[str, str], Records]) -> None:
     mine, theirs = (records[f"2 bf16 {name}", "tiny"] for name in ("cuda", "reference"))
     assert mine[-1]["lm_loss"] < mine[0]["lm_loss"] * 2 / 3
@@ -171,7 +187,9 @@ def test_bf16_losses_equal_reference(records: dict[tuple[str, str], Records]) ->
     assert worst <= BF16_LIMIT
 
 
-@pytest.mark.parametrize("group", [group for group in GROUPS if group.endswith("cuda")])
+@pytest.mark.parametrize(
+    "group", [group for group in GROUPS if group.endswith(("cuda", "nvshmem"))]
+)
 def test_memory_is_flat(records: dict[tuple[str, str], Records], group: str) -> None:
     held = [record["allocated_bytes"] for record in records[group, "tiny"]]
     assert max(held[20:]) - held[20] < 1 << 20, held[20:]

@@ -14,6 +14,7 @@ import torch
 from csrc_programs import Ask
 
 from moe_ep.backends import cuda
+from moe_ep.backends.hosts import staggered
 from moe_ep.layout import FP8_BLOCK, MAX_TOP_K
 
 LINE_BYTES = 128  # of the L2 cache: what different ranks write begins on lines of its own
@@ -231,6 +232,19 @@ def test_destinations(ask: Ask) -> None:
     cases = {(1, 1): 1, (8, 4): 4, (4, 8): 4, (32, 64): 32, (2, 1): 1, (1, 64): 1, (8, 8): 8}
     answers = ask([f"destinations {k} {r}" for k, r in cases])
     assert [answer["max"] for answer in answers] == list(cases.values())
+
+
+def test_peer_order_equals_python(ask: Ask) -> None:
+    """On the device as on the host; the last step, which Python leaves out, is the rank itself."""
+    asked = [
+        (me, step, n) for n in (1, 2, 3, 8, 2048) for me in {0, n // 2, n - 1} for step in range(n)
+    ]
+    answers = ask([f"peer {me} {step} {n}" for me, step, n in asked])
+    orders: dict[tuple[int, int], list[int]] = {}
+    for (me, _, n), answer in zip(asked, answers, strict=True):
+        orders.setdefault((me, n), []).append(answer["peer"])
+    for (me, n), order in orders.items():
+        assert order == [*staggered(me, n), me], (me, n)
 
 
 def test_python_and_the_core_agree(constants: dict[str, int]) -> None:

@@ -7,6 +7,7 @@
 
 #include "shared/comm_view.h"
 #include "shared/control.h"
+#include "shared/peer_order.h"
 #include "shared/plan_layout.h"
 #include "shared/row_shape.h"
 #include "shared/symmetric_layout.h"
@@ -130,6 +131,14 @@ void destinations(std::istream& in) {
   out.add("max", max_destinations(num_slots, num_ranks));
 }
 
+// peer ME STEP N
+void peer(std::istream& in) {
+  int me = 0, step = 0, n = 0;
+  in >> me >> step >> n;
+  Object out;
+  out.add("peer", staggered_peer(me, step, n));
+}
+
 }  // namespace
 
 int main() {
@@ -149,6 +158,8 @@ int main() {
       row(in);
     } else if (question == "destinations") {
       destinations(in);
+    } else if (question == "peer") {
+      peer(in);
     } else {
       return 2;
     }

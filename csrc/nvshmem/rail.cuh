@@ -1,0 +1,86 @@
+// Waiting and signalling along a rail. Waits poll words of this rank's own memory, so they are
+// bounded and end like those within a host; what leaves the host are NVSHMEM calls.
+#pragma once
+
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+#include "device/grid.cuh"
+#include "shared/peer_order.h"
+#include "shared/rail_view.h"
+
+namespace moe_ep {
+
+constexpr int kRailThreads = 512;
+constexpr int kRailWarps = kRailThreads / 32;
+
+// Whether the core's kernel of the same step has run before: its operation is then the one to name.
+__device__ __forceinline__ bool follows_core(Phase phase) {
+  return phase == Phase::kRailVerdict || phase == Phase::kRailSumsFree || phase == Phase::kRailSums;
+}
+
+// Waits until word >> shift >= expected. `host` wrote the word. False: the kernel is to end.
+__device__ __forceinline__ bool wait_rail(const CommView& comm, const RailView& rail,
+                                          RailSignal kind, int host, int shift, uint64_t expected,
+                                          Phase phase, uint64_t& seen) {
+  const uint64_t* word = rail.signal(kind, host);
+  seen = ptx::load_acquire_system(word);
+  for (Deadline deadline; seen >> shift < expected; seen = ptx::load_acquire_system(word)) {
+    if (!deadline.expired(comm, comm.timeout_ns)) continue;
+    seen = ptx::load_acquire_system(word);  // the last look
+    if (seen >> shift >= expected) break;
+    record_fault(comm, rail.rank_on(host) - comm.first_rank, phase,
+                 comm.control->operation + (follows_core(phase) ? 0 : 1), expected << shift, seen);
+    return false;
+  }
+  return true;
+}
+
+// Waits for a word of each of the other hosts. All threads of the block call it and get the same
+// answer; `bad` tells whether a host said that its input is bad.
+__device__ __forceinline__ bool wait_chunk(const CommView& comm, const RailView& rail,
+                                           RailSignal kind, uint64_t chunks, Phase phase,
+                                           bool* bad) {
+  const int shift = bad != nullptr ? 1 : 0;
+  int passed = 1, is_bad = 0;
+  const int host = threadIdx.x;
+  if (host < rail.num_hosts && host != rail.host) {
+    uint64_t seen;
+    passed = wait_rail(comm, rail, kind, host, shift, chunks, phase, seen);
+    if (bad != nullptr && (seen & 1) != 0 && seen >> 1 == chunks) {
+      is_bad = 1;
+      comm.host->bad_peer = rail.rank_on(host) + 1;
+    }
+  }
+  const bool all = __syncthreads_and(passed) != 0;
+  if (bad != nullptr) *bad = __syncthreads_or(is_bad) != 0;
+  return all;
+}
+
+// Sets this host's word of `kind` at the ranks of the rail. Called by one warp, after arrive_last.
+__device__ __forceinline__ void signal_rail(const RailView& rail, RailSignal kind, uint64_t word,
+                                            int lane) {
+  for (int step = lane; step < rail.num_hosts - 1; step += 32) {
+    const int peer = staggered_peer(rail.host, step, rail.num_hosts);
+    nvshmemx_signal_op(rail.signal(kind, rail.host), word, NVSHMEM_SIGNAL_SET, rail.rank_on(peer));
+  }
+}
+
+// How many chunks must have been read before one more may be put.
+__device__ __forceinline__ uint64_t chunks_to_be_read(uint64_t chunks_put) {
+  return chunks_put < kInboxSlots ? 0 : chunks_put + 1 - kInboxSlots;
+}
+
+// Warps of the whole grid.
+__device__ __forceinline__ int64_t grid_warp() {
+  return static_cast<int64_t>(blockIdx.x) * kRailWarps + threadIdx.x / 32;
+}
+__device__ __forceinline__ int64_t grid_warps() {
+  return static_cast<int64_t>(gridDim.x) * kRailWarps;
+}
+
+__device__ __forceinline__ void count_border(uint64_t* counter, uint64_t value) {
+  if (value != 0) atomicAdd(reinterpret_cast<unsigned long long*>(counter), value);
+}
+
+}  // namespace moe_ep

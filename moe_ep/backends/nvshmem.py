@@ -1,0 +1,375 @@
+"""The NVSHMEM backend: peer memory inside a host, NVSHMEM between hosts.
+
+A row crosses the border of a host once for every host that wants it: rank i of a host puts it into
+the inbox of rank i of the other one, whose host's ranks pull it from there as if it were a row of
+that rank. Sums come back the same way: added up on each host, put to the token's rank once, and
+added up there. So everything within a host is the CUDA backend's, chunk by chunk; see
+csrc/nvshmem/rail_kernels.h for the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_ep.backends import cuda
+from moe_ep.backends.base import Call, DispatchedRows
+from moe_ep.backends.channel import Channel, exchange_json
+from moe_ep.backends.cuda import CudaBackend
+from moe_ep.backends.cuda_memory import Memory, gpu_id
+from moe_ep.backends.cuda_plan import CudaPlan
+from moe_ep.backends.hosts import Hosts
+from moe_ep.backends.nvshmem_plan import ChunkShape, HostsPlan
+from moe_ep.backends.nvshmem_runtime import NvshmemRuntime
+from moe_ep.errors import BackendUnavailableError
+from moe_ep.layout import FP8_BLOCK, EPLayout
+
+_INBOX_SLOTS = 2  # csrc/shared/rail_layout.h
+_HOST_CHANNELS = 64  # added to a channel's number: its messages don't mix with the group's
+_LETTERS = 300
+
+
+class NvshmemBackend(CudaBackend):
+    """See `moe_ep.backends.base.Backend`.
+
+    Args:
+        layout: what is exchanged.
+        group: its ranks, equally many on every host, those of a host in a row.
+        channel: for the set-up and when symmetric memory grows; not used per operation.
+
+    Each host sums its share of a token, and the token's rank sums over hosts; both in fp32 and in a
+    fixed order, each rounded once. FP8 rows cross the border as they are quantised.
+
+    Raises:
+        BackendUnavailableError: NVSHMEM cannot run between these ranks, memory cannot be shared
+            between two ranks of a host, or the layout asks for `dispatch.exact_combine`.
+    """
+
+    name = "nvshmem"
+
+    def __init__(self, layout: EPLayout, group: dist.ProcessGroup, channel: Channel) -> None:
+        if layout.dispatch.exact_combine:
+            raise BackendUnavailableError(
+                "dispatch.exact_combine brings every expert row to its token's rank; between hosts "
+                "rows are summed on each host first: set it to false, or take backend reference"
+            )
+        call = Call(0, "setup", layout.timeouts.first_s)
+        device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.current_stream(device)  # torch's context first
+        self._runtime = NvshmemRuntime(layout, channel, device, call)
+        hosts = self._hosts = self._runtime.hosts
+        chunk_tokens = max(self._runtime.max_rdma_tokens // _INBOX_SLOTS, 1)
+        if layout.tokens_per_rank is not None:
+            chunk_tokens = min(chunk_tokens, layout.tokens_per_rank)
+        self._rail_config = self._runtime.core.RailConfig()
+        self._chunk_tokens = chunk_tokens
+        problem = ""
+        try:
+            super().__init__(layout, group, HostChannel(channel, hosts))
+        except BackendUnavailableError as error:  # the other hosts must come to know
+            problem = f"host {hosts.host}: {error}"[:_LETTERS]
+        mine = {"problem": problem, "gpu": gpu_id(device.index)}
+        answers = exchange_json(channel, mine, call)
+        problem = next((answer["problem"] for answer in answers if answer["problem"]), "")
+        if problem:
+            self._runtime.release()
+            raise BackendUnavailableError(problem)
+        self.channel, self.rank, self.size = channel, channel.rank, channel.size
+        self._shape = ChunkShape(
+            hosts.num_hosts,
+            hosts.ranks_per_host,
+            chunk_tokens,
+            self._max_slots,
+            self._destinations,
+            self.num_local_experts,
+        )
+        self._rail: Any = self._runtime.core.RailExchange(self._rail_config)
+        self._both = HostsMemory(self._memory, self._runtime, self._rail, call)
+        self._memory = self._both
+        self._last_chunks = 1
+        ranks_on_gpu = [answer["gpu"] for answer in answers].count(mine["gpu"])
+        properties = torch.cuda.get_device_properties(self.device)
+        self._max_sms = max(properties.multi_processor_count // ranks_on_gpu, 1)
+
+    def _configure(self, config: Any) -> None:
+        hosts, rail = self._hosts, self._rail_config
+        config.num_experts *= hosts.num_hosts  # once for every host that rows come from
+        config.num_hosts, config.host = hosts.num_hosts, hosts.host
+        config.chunk_tokens = self._chunk_tokens
+        rail.device = config.device
+        rail.host, rail.num_hosts = hosts.host, hosts.num_hosts
+        rail.local_rank, rail.ranks_per_host = hosts.local, hosts.ranks_per_host
+        rail.num_local_experts = self.num_local_experts
+        rail.num_slots, rail.max_row_bytes = config.num_slots, config.max_row_bytes
+        rail.max_scales, rail.chunk_tokens = config.max_scales, self._chunk_tokens
+
+    # -- verbs ------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        plan: CudaPlan,
+        x: Tensor,
+        probs: Tensor | None,
+        call: Call,
+        fp8_scale: str | None = None,
+        *,
+        dequantize: bool = False,
+    ) -> DispatchedRows:
+        assert isinstance(plan, HostsPlan)
+        self.check(call)
+        plan.resolve()
+        launch = self._launch(call)
+        x = x.to(self.device).contiguous()
+        hidden = x.shape[1]
+        tensors = self._core.DispatchTensors()
+        tensors.hidden, tensors.type = hidden, cuda._TYPES[x.dtype]
+        tensors.fp8 = cuda._FP8_SCALES[fp8_scale]
+        rows_out = self._runtime.core.RailRows()
+        rows_out.status, rows_out.expert_of_slot = (
+            plan.status_address,
+            plan.addresses["expert_of_slot"],
+        )
+        rows_out.num_tokens = plan.num_tokens
+        travels, scales_out = x, None
+        if fp8_scale is not None:
+            travels, scales_out = self._quantize(x, fp8_scale, launch)
+            rows_out.num_scales = hidden // FP8_BLOCK
+            # All ranks run the same protocol, also one without tokens of its own.
+            rows_out.scales = scales_out.data_ptr() or cuda.ROW_MULTIPLE_BYTES
+        rows_out.x, rows_out.row_bytes = travels.data_ptr(), hidden * travels.element_size()
+        if probs is not None:
+            probs = _widen(probs.to(self.device, torch.float32), self._max_slots)
+            rows_out.probs = probs.data_ptr() or cuda.ROW_MULTIPLE_BYTES
+        returns_fp8 = fp8_scale is not None and not dequantize
+        rows = x.new_empty(
+            plan.num_rows, hidden, dtype=torch.float8_e4m3fn if returns_fp8 else x.dtype
+        )
+        tensors.rows = rows.data_ptr()
+        scales, row_probs = None, None
+        if returns_fp8:
+            scales = x.new_empty(plan.num_rows, hidden // FP8_BLOCK, dtype=torch.float32)
+            tensors.row_scales = scales.data_ptr() or rows.element_size()
+        if probs is not None:
+            row_probs = probs.new_empty(plan.num_rows)
+            tensors.row_probs = row_probs.data_ptr()
+        self._move_rows(plan, rows_out, tensors, launch, call)
+        self._record(plan)
+        self._raise_own_error(call)
+        return DispatchedRows(rows=rows, scales=scales, probs=row_probs)
+
+    def _move_rows(self, plan: HostsPlan, rows: Any, tensors: Any, launch: Any, call: Call) -> None:
+        """Chunk by chunk. Every kernel waits only for kernels that all ranks launch before it."""
+        views = plan.chunk_views(self._core)
+        self._last_chunks = len(views)
+
+        def send(chunk: int) -> None:
+            if chunk < len(views):
+                rows.first_token = chunk * self._chunk_tokens
+                self._rail.send_rows(self._comm, rows, launch)
+
+        for chunk in range(_INBOX_SLOTS):
+            send(chunk)
+        for chunk, view in enumerate(views):
+            rows.first_token = chunk * self._chunk_tokens
+            self._rail.stage_rows(self._comm, view, rows, launch)
+            self._remember(self._comm.dispatch(view, tensors, launch), call)
+            send(chunk + _INBOX_SLOTS)
+
+    def combine(
+        self,
+        plan: CudaPlan,
+        rows: Tensor,
+        call: Call,
+        weights: Tensor | None = None,
+        values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(plan, HostsPlan)
+        self.check(call)
+        plan.resolve()
+        launch = self._launch(call)
+        rows = rows.to(self.device).contiguous()
+        out = rows.new_empty(plan.num_tokens, rows.shape[1])
+        tensors, sums = self._core.CombineTensors(), self._runtime.core.RailSums()
+        tensors.rows, tensors.hidden, tensors.type = (
+            rows.data_ptr(),
+            rows.shape[1],
+            cuda._TYPES[rows.dtype],
+        )
+        sums.status, sums.expert_of_slot = plan.status_address, plan.addresses["expert_of_slot"]
+        sums.num_tokens, sums.hidden, sums.type = plan.num_tokens, tensors.hidden, tensors.type
+        sums.out = out.data_ptr()
+        slot_values = None
+        if weights is not None:
+            weights = weights.to(self.device, torch.float32).contiguous()
+            tensors.weights = weights.data_ptr() or weights.element_size()
+        if values is not None:
+            values = values.to(self.device, torch.float32).contiguous()
+            slot_values = values.new_empty(plan.num_tokens, self._max_slots)
+            tensors.values = values.data_ptr() or values.element_size()
+            sums.slot_values = slot_values.data_ptr()
+        self._move_sums(plan, sums, tensors, launch, call)
+        self._record(plan)
+        self._raise_own_error(call)
+        if slot_values is not None:
+            slot_values = slot_values[:, : plan.num_slots].contiguous()
+        return out, slot_values
+
+    def _move_sums(self, plan: HostsPlan, sums: Any, tensors: Any, launch: Any, call: Call) -> None:
+        views = plan.chunk_views(self._core)
+        self._last_chunks = len(views)
+
+        def add(chunk: int) -> None:
+            sums.first_token = chunk * self._chunk_tokens
+            self._rail.add_sums(self._comm, sums, launch)
+
+        for chunk, view in enumerate(views):
+            tensors.out = sums.sums = self._rail.sums(chunk)
+            if tensors.values:
+                tensors.slot_values = sums.values = self._rail.values(chunk)
+            self._remember(self._comm.combine(view, tensors, launch), call)
+            self._rail.return_sums(self._comm, view, sums, launch)
+            if chunk > 0:
+                add(chunk - 1)
+        add(len(views) - 1)
+
+    def border(self) -> Any:
+        """What this rank has put to other hosts: `rows`, `bytes` of them, `other_bytes`. Waits for
+        the device."""
+        return self._rail.border()
+
+    def destroy(self) -> None:
+        if self._comm is not None:
+            self._both.broken = self._broken is not None
+        super().destroy()
+        self._rail = None
+
+    # -- one operation ----------------------------------------------------------------------------
+
+    def _new_plan(self, topk_idx: Tensor, call: Call) -> HostsPlan:
+        room = self._memory.max_tokens
+        return HostsPlan(self._core, topk_idx, self._shape, room, self._last_chunks, call.operation)
+
+    def _start(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> bool:
+        assert isinstance(plan, HostsPlan)
+        if plan.room_chunks != self._shape.num_chunks(self._memory.max_tokens):  # it has grown
+            plan.make_room(self._core, self._memory.max_tokens, self.device)
+        return super()._start(plan, topk_idx, call)
+
+    def _list_limits(self) -> None:
+        """Lists are cut into chunks once the counts of all of them are known."""
+
+    def _notify(
+        self, plan: CudaPlan, topk_idx: Tensor, launch: Any, call: Call, capacity: int = 0
+    ) -> None:
+        assert isinstance(plan, HostsPlan)
+        is_64_bit, report = topk_idx.dtype == torch.int64, capacity == 0
+        num_tokens, num_slots = topk_idx.shape
+        tokens = plan.room_chunks * self._shape.host_tokens
+        host_topk = torch.empty(tokens * self._max_slots, dtype=torch.int32, device=self.device)
+        self._rail.exchange_routing(
+            self._comm,
+            topk_idx.data_ptr(),
+            is_64_bit,
+            num_tokens,
+            num_slots,
+            plan.addresses["expert_of_slot"],
+            host_topk.data_ptr(),
+            launch,
+        )
+        # Where there is room for the lists already, the core would copy them as they are.
+        view = plan.view_without_lists(self._core)
+        number = self._comm.notify_hosts(
+            view, host_topk.data_ptr(), num_tokens, self._rail.verdict(), report, capacity, launch
+        )
+        self._remember(number, call)
+        self._rail.agree(self._comm, view, report, capacity, launch)
+        if capacity > 0:
+            self._fetch_lists(plan, launch)
+
+    def _fetch_lists(self, plan: CudaPlan, launch: Any) -> None:
+        assert isinstance(plan, HostsPlan)
+        addresses = plan.addresses
+        self._rail.fetch_chunks(
+            self._comm,
+            plan.view,
+            plan.room_chunks,
+            addresses["cuts"],
+            addresses["chunk_headers"],
+            launch,
+        )
+
+    def _quantize(self, x: Tensor, scale: str, launch: Any) -> tuple[Tensor, Tensor]:
+        num_tokens, hidden = x.shape
+        q = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        scales = x.new_empty(num_tokens, hidden // FP8_BLOCK, dtype=torch.float32)
+        self._rail.quantize(
+            x.data_ptr(),
+            cuda._TYPES[x.dtype],
+            num_tokens,
+            hidden,
+            scale == "power_of_two",
+            q.data_ptr(),
+            scales.data_ptr(),
+            launch,
+        )
+        return q, scales
+
+    def _name_of(self, rank: int) -> str:
+        return f"rank {rank} (host {self._hosts.host_of(rank)})"
+
+
+class HostChannel(Channel):
+    """The channel of the ranks of this host, counted from 0 on each."""
+
+    def __init__(self, channel: Channel, hosts: Hosts) -> None:
+        super().__init__(channel.group, channel.number + _HOST_CHANNELS)
+        self.rank, self.size = hosts.local, hosts.ranks_per_host
+        self._first_rank = hosts.rank_of(hosts.host, 0)
+
+    def group_rank(self, peer: int) -> int:
+        return self._first_rank + peer
+
+
+class HostsMemory:
+    """Symmetric memory of both kinds: what the ranks of a host share, and a block of NVSHMEM's.
+
+    Args:
+        shared: connected. rail: `_C_nvshmem.RailExchange`.
+    """
+
+    def __init__(self, shared: Memory, runtime: NvshmemRuntime, rail: Any, call: Call) -> None:
+        self._shared, self._runtime, self._rail = shared, runtime, rail
+        self.broken = False
+        """Whether a wait for a peer has expired: then NVSHMEM is not asked to free anything."""
+        self._block: Any = None
+        self._attach(call)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of any rank, that there is room for."""
+        return self._shared.max_tokens
+
+    def grow(self, needed_tokens: int, call: Call) -> None:
+        """All ranks of all hosts come here in the same operation."""
+        self._shared.grow(needed_tokens, call)
+        self._runtime.free(self._block, call)
+        self._attach(call)
+
+    def release(self) -> None:
+        """As `SharedMemory.release`; bounded where a peer stays away."""
+        self._shared.release()
+        self._runtime.release(self.broken)
+
+    def _attach(self, call: Call) -> None:
+        num_bytes = self._rail.block_bytes(self.max_tokens)
+        self._block = self._runtime.allocate(num_bytes, call)
+        self._rail.attach(self._block.address, self.max_tokens)
+
+
+def _widen(probs: Tensor, num_slots: int) -> Tensor:
+    """[T, K] to [T, num_slots]: the ranks of a host read each other's with one shape."""
+    missing = num_slots - probs.shape[1]
+    return torch.nn.functional.pad(probs, (0, missing)) if missing else probs.contiguous()
