@@ -70,6 +70,8 @@ def _switch(name: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"{name}={text!r} is neither 0 nor 1")
     return text == "1"
+
+
 def ranks_per_host() -> int | None:
     """Ranks of a simulated host: NVSHMEM alone goes from one to another, on one machine.
 

@@ -103,8 +103,6 @@ class EPLayout(_Section):
     """A validated, immutable description of one expert-parallel exchange.
 
     Made from keywords, each section as a mapping or an object of its class.
-    Sections `model`, `parallel`, `dispatch`, `internode` and `timeouts` are described by their
-    classes.
 
     Raises:
         LayoutError: an unknown key, a wrong value, or values that do not fit each other; the
@@ -117,11 +115,10 @@ class EPLayout(_Section):
         default=None, ge=1, description="most tokens of one dispatch; null puts no limit"
     )
     dispatch: DispatchOptions = DispatchOptions()
+    internode: InternodeOptions = InternodeOptions()
     backend: Literal["auto", "reference", "cuda", "nvshmem"] = Field(
         default="auto", description="auto takes the fastest that runs here; logs which and why"
     )
-    internode: InternodeOptions = InternodeOptions()
-    backend: Literal["auto", "reference", "cuda", "nvshmem"] = "auto"
     timeouts: Timeouts = Timeouts()
 
     def __init__(self, **data: Any) -> None:
