@@ -44,7 +44,8 @@ __device__ __forceinline__ void zero_bytes(char* target, int64_t bytes, int lane
   }
 }
 
-// Rows to be summed: lane i knows row i and its weight. `count` <= 32 is the same in all lanes.
+// Rows to be summed: lane i knows row i and its weight. `count` <= 32 is the same in all lanes. Any
+// type with `at`, `weight_of` and `count` will do below.
 struct RowSet {
   const char* base;  // of row 0, at the first byte of the piece
   int64_t row_bytes;
@@ -72,8 +73,8 @@ __device__ __forceinline__ void add_vector(float (&sum)[kPerVector<T>], const ui
 }
 
 // Sums kRows rows, as many vectors of each at a time as make about eight loads.
-template <typename T, bool kWeighted, int kRows>
-__device__ __forceinline__ void sum_few(const RowSet& rows, char* target, int vectors, int lane) {
+template <typename T, bool kWeighted, int kRows, typename Rows>
+__device__ __forceinline__ void sum_few(const Rows& rows, char* target, int vectors, int lane) {
   constexpr int kUnroll = kVectorsPerLane / kRows;
   const char* at[kRows];
   float weight[kRows];
@@ -106,8 +107,8 @@ __device__ __forceinline__ void sum_few(const RowSet& rows, char* target, int ve
 }
 
 // Sums any number of rows, eight at a time.
-template <typename T, bool kWeighted>
-__device__ __forceinline__ void sum_many(const RowSet& rows, char* target, int vectors, int lane) {
+template <typename T, bool kWeighted, typename Rows>
+__device__ __forceinline__ void sum_many(const Rows& rows, char* target, int vectors, int lane) {
   constexpr int kGroup = 8;
 #pragma unroll 1
   for (int first = 0; first < vectors; first += kWarp) {
@@ -134,8 +135,8 @@ __device__ __forceinline__ void sum_many(const RowSet& rows, char* target, int v
 }
 
 // target = sum of the rows in order, in fp32, rounded once. A single row is copied as it is.
-template <typename T, bool kWeighted>
-__device__ __forceinline__ void sum_rows(const RowSet& rows, char* target, int vectors, int lane) {
+template <typename T, bool kWeighted, typename Rows>
+__device__ __forceinline__ void sum_rows(const Rows& rows, char* target, int vectors, int lane) {
   if (rows.count == 1 && !kWeighted) {
     Piece piece;
     load_piece(piece, rows.at(0), vectors, lane);
