@@ -45,7 +45,7 @@ __device__ __forceinline__ void zero_bytes(char* target, int64_t bytes, int lane
 }
 
 // Rows to be summed: lane i knows row i and its weight. `count` <= 32 is the same in all lanes. Any
-// type with `at`, `weight_of` and `count` will do below.
+// type with `at`, `weight_of`, `load` and `count` will do below.
 struct RowSet {
   const char* base;  // of row 0, at the first byte of the piece
   int64_t row_bytes;
@@ -58,6 +58,9 @@ struct RowSet {
   }
   __device__ __forceinline__ float weight_of(int i) const {
     return __shfl_sync(0xffffffffu, weight, i);
+  }
+  __device__ __forceinline__ uint4 load(const char* address, bool wanted) const {
+    return load_or_zero(address, wanted);
   }
 };
 
@@ -91,7 +94,7 @@ __device__ __forceinline__ void sum_few(const Rows& rows, char* target, int vect
       const int index = first + u * kWarp;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        v[u][i] = load_or_zero(at[i] + index * kVectorBytes, index < vectors);
+        v[u][i] = rows.load(at[i] + index * kVectorBytes, index < vectors);
       }
     }
 #pragma unroll
@@ -121,7 +124,7 @@ __device__ __forceinline__ void sum_many(const Rows& rows, char* target, int vec
       for (int i = 0; i < kGroup; ++i) {
         const bool wanted = begin + i < rows.count;
         const char* at = rows.at(wanted ? begin + i : 0);
-        v[i] = load_or_zero(at + index * kVectorBytes, wanted && index < vectors);
+        v[i] = rows.load(at + index * kVectorBytes, wanted && index < vectors);
       }
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {

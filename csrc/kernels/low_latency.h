@@ -81,10 +81,32 @@ struct LowLatencyCombineArgs {
   int64_t* waiting_stats;  // [R] or null
 };
 
-cudaError_t launch_low_latency_dispatch(const LowLatencyDispatchArgs& args, int num_blocks,
-                                        cudaStream_t stream);
-cudaError_t launch_low_latency_combine(const LowLatencyCombineArgs& args, int num_blocks,
-                                       cudaStream_t stream);
+struct LowLatencyLaunch {
+  int num_blocks;  // at most kMaxLowLatencyBlocks
+  cudaStream_t stream;
+  // Compute capability 9.0: the launch is made while the kernel ahead of it in the stream runs, and
+  // waits for its end on the device.
+  bool early;
+
+  template <typename Args>
+  cudaError_t run(void (*kernel)(Args), const Args& args) const {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(num_blocks);
+    config.blockDim = dim3(kLowLatencyThreads);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = early ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, args);
+  }
+};
+
+cudaError_t launch_low_latency_dispatch(const LowLatencyDispatchArgs& args,
+                                        const LowLatencyLaunch& launch);
+cudaError_t launch_low_latency_combine(const LowLatencyCombineArgs& args,
+                                       const LowLatencyLaunch& launch);
 // Waits until no peer reads that one (1 or 2) of this rank's `expert_out` any more.
 cudaError_t launch_low_latency_wait_expert_out(const LowLatencyView& view, int expert_out,
                                                cudaStream_t stream);

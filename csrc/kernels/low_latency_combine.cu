@@ -8,6 +8,12 @@ namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
+__device__ __forceinline__ uint4 load_or_zero_once(const char* address, bool wanted) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (wanted) v = ptx::load_row16_evict_first(address);
+  return v;
+}
+
 // -- send -----------------------------------------------------------------------------------------
 
 // A row of the dispatch's result.
@@ -61,6 +67,16 @@ __device__ __forceinline__ bool wait_block_signal(const LowLatencyCombineArgs& a
   return __shfl_sync(kAllLanes, passed, 0);  // its acquire is for all lanes: a barrier of the warp
 }
 
+// As load_piece; nobody reads these bytes again.
+__device__ __forceinline__ void load_piece_once(Piece& piece, const char* source, int vectors,
+                                                int lane) {
+#pragma unroll
+  for (int i = 0; i < kVectorsPerLane; ++i) {
+    const int index = i * kWarp + lane;
+    piece.v[i] = load_or_zero_once(source + index * kVectorBytes, index < vectors);
+  }
+}
+
 // Writes the rows to their sources. False: the kernel is to end.
 __device__ __forceinline__ bool return_rows(const LowLatencyCombineArgs& args,
                                             const LowLatencyBuffer& buffer, const int32_t* begin,
@@ -83,29 +99,33 @@ __device__ __forceinline__ bool return_rows(const LowLatencyCombineArgs& args,
     const int vectors = row_shape.vectors_of(piece_index);
     const int64_t offset = row_shape.offset_of(piece_index);
     Piece piece;
-    load_piece(piece,
-               args.x + (row.expert * num_rows + row.position) * row_shape.row_bytes + offset,
-               vectors, lane);
+    load_piece_once(piece,
+                    args.x + (row.expert * num_rows + row.position) * row_shape.row_bytes + offset,
+                    vectors, lane);
     char* target = view.comm.peers[row.source] + buffer.rows + row.slot * row_shape.row_bytes;
     store_piece(piece, target + offset, vectors, lane);
   }
   return true;
 }
 
-// Tells every peer where the rows of this rank's experts are. Called by all threads of one block.
-__device__ __forceinline__ void signal_rows(const LowLatencyCombineArgs& args,
-                                            const LowLatencyBuffer& buffer, uint64_t operation) {
+// Tells every peer where the rows of this rank's experts are or will be. Called by all threads of
+// one block.
+__device__ __forceinline__ void signal_places(const LowLatencyCombineArgs& args,
+                                              const LowLatencyBuffer& buffer, uint64_t operation) {
   const LowLatencyView& view = args.view;
   const CommView& comm = view.comm;
+  const bool in_place = args.expert_out != 0 && comm.bad_input == 0;
+  signal_senders(view, operation, in_place || comm.bad_input != 0 ? 0 : gridDim.x, 0);
   const int ranks = comm.num_ranks, local = view.shape.num_experts / ranks;
   for (int i = threadIdx.x; i < view.shape.num_experts; i += kLowLatencyThreads) {
     const int peer = (comm.rank + i / local) % ranks, expert = i % local;
     uint32_t place = 0;
-    if (args.expert_out != 0 && comm.bad_input == 0) {
+    if (in_place) {
       const int64_t range = args.layout_range[expert * ranks + peer];
       place = row_place(args.expert_out, static_cast<uint32_t>(range >> 32));
     }
-    ptx::store_release_system(word_at(view, peer, buffer.expert_rows, comm.rank * local + expert),
+    // In place, the rows are released by it: they were written before this launch.
+    ptx::store_release_system(word_at(view, peer, buffer.places, comm.rank * local + expert),
                               ready_word(operation, view.tag, comm.bad_input != 0, place));
   }
 }
@@ -114,23 +134,22 @@ __device__ __forceinline__ void signal_rows(const LowLatencyCombineArgs& args,
 __device__ bool send(const LowLatencyCombineArgs& args, const LowLatencyBuffer& buffer,
                      int32_t* begin, uint64_t operation) {
   const LowLatencyView& view = args.view;
-  Control* control = view.comm.control;
+  const bool is_free = poll_buffer_free(view, operation);
+  for (int i = threadIdx.x; i < view.shape.num_experts; i += kLowLatencyThreads) {
+    begin[i] = static_cast<int32_t>(args.layout_range[i]);  // the lower half
+  }
+  if (__syncthreads_and(is_free) == 0) return false;
+  if (blockIdx.x == 0) signal_places(args, buffer, operation);
+  if (view.comm.bad_input != 0) return true;
   if (args.expert_out != 0) {  // nothing is written: the peers come for the rows
-    if (!wait_buffer_free(view, operation)) return false;
-    if (blockIdx.x != 0) return true;
-    signal_rows(args, buffer, operation);
-    if (threadIdx.x == 0) control->stage_operation[args.expert_out - 1] = operation;
+    uint64_t* last_use = view.comm.control->stage_operation + args.expert_out - 1;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *last_use = operation;
     return true;
   }
-  const int experts = view.comm.bad_input != 0 ? 0 : view.shape.num_experts;
-  for (int i = threadIdx.x; i <= view.shape.num_experts; i += kLowLatencyThreads) {
-    begin[i] = i < experts ? static_cast<int32_t>(args.layout_range[i]) : 0;  // the lower half
-  }
-  if (!wait_buffer_free(view, operation)) return false;  // also a barrier
   block_exclusive_scan<kLowLatencyThreads>(begin, view.shape.num_experts);
   const bool passed = return_rows(args, buffer, begin, operation);
   if (__syncthreads_and(passed) == 0) return false;
-  if (arrive_last(&control->arrived_stage)) signal_rows(args, buffer, operation);
+  signal_block(view, operation);
   return true;
 }
 
@@ -168,6 +187,10 @@ struct RowsAt {
   __device__ __forceinline__ float weight_of(int i) const {
     return __shfl_sync(kAllLanes, weight, i);
   }
+  // What the writers left in the L2 cache should stay there until it is read, and no longer.
+  __device__ __forceinline__ uint4 load(const char* at, bool wanted) const {
+    return load_or_zero_once(at, wanted);
+  }
 };
 
 // places: shared memory [E], as the peers have signalled.
@@ -199,20 +222,21 @@ __device__ __forceinline__ RowsAt find_rows(const LowLatencyCombineArgs& args, c
 }
 
 __device__ bool receive(const LowLatencyCombineArgs& args, const LowLatencyBuffer& buffer,
-                        int32_t* places, Waited& waited, uint64_t operation) {
+                        int32_t* places, Senders& senders, uint64_t operation) {
   const LowLatencyView& view = args.view;
   const RowShape& row_shape = args.sum_shape;
   const int local = view.shape.num_experts / view.shape.num_ranks;
   const int64_t total = static_cast<int64_t>(args.num_tokens) * row_shape.pieces;
   int64_t u = first_unit();
   Terms next = load_terms(args, u);
-  waited.begin();
+  senders.waited.begin();
   if (!wait_words(
-          view, buffer.expert_rows, view.shape.num_experts, operation, kPhaseCombineReady, waited,
+          view, buffer.places, operation, kPhaseCombineReady, senders,
           [local](int i) { return i / local; }, [&](int i, int place) { places[i] = place; })) {
     return false;
   }
-  waited.add_to(args.waiting_stats, view.comm.num_ranks);
+  if (!wait_blocks(view, operation, kPhaseCombineReady, senders)) return false;
+  senders.waited.add_to(args.waiting_stats, view.comm.num_ranks);
 #pragma unroll 1
   for (; u < total; u += unit_step()) {
     const Terms terms = next;
@@ -231,14 +255,15 @@ __device__ bool receive(const LowLatencyCombineArgs& args, const LowLatencyBuffe
 __global__ void __launch_bounds__(kLowLatencyThreads, 1)
     low_latency_combine_kernel(const __grid_constant__ LowLatencyCombineArgs args) {
   __shared__ int32_t by_expert[kMaxExperts + 1];
-  __shared__ Waited waited;
+  __shared__ Senders senders;
   const LowLatencyView& view = args.view;
-  if (is_aborted(view.comm)) return;
+  ptx::wait_for_stream();
   const uint64_t operation = operation_of(view);
+  if (is_aborted(view.comm)) return;
   const LowLatencyBuffer& buffer = buffer_of(view, operation);
   if ((view.parts & kSend) != 0 && !send(args, buffer, by_expert, operation)) return;
   __syncthreads();
-  if ((view.parts & kReceive) != 0 && !receive(args, buffer, by_expert, waited, operation)) return;
+  if ((view.parts & kReceive) != 0 && !receive(args, buffer, by_expert, senders, operation)) return;
   finish(view, operation);
 }
 
@@ -246,15 +271,14 @@ __global__ void low_latency_wait_kernel(const __grid_constant__ LowLatencyView v
                                         int expert_out) {
   if (is_aborted(view.comm)) return;
   const Control* control = view.comm.control;
-  wait_received(view, control->operation, control->stage_operation[expert_out - 1]);
+  poll_received(view, control->operation, control->stage_operation[expert_out - 1]);
 }
 
 }  // namespace
 
-cudaError_t launch_low_latency_combine(const LowLatencyCombineArgs& args, int num_blocks,
-                                       cudaStream_t stream) {
-  low_latency_combine_kernel<<<num_blocks, kLowLatencyThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+cudaError_t launch_low_latency_combine(const LowLatencyCombineArgs& args,
+                                       const LowLatencyLaunch& launch) {
+  return launch.run(low_latency_combine_kernel, args);
 }
 
 cudaError_t launch_low_latency_wait_expert_out(const LowLatencyView& view, int expert_out,

@@ -159,6 +159,7 @@ __device__ void signal_counts(const LowLatencyDispatchArgs& args, const LowLaten
     ptx::store_relaxed_system(word_at(view, expert / local, buffer.counts, place),
                               ready_word(operation, view.tag, bad, count));
   }
+  signal_senders(view, operation, gridDim.x, args.num_tokens);
   if (bad && threadIdx.x == 0) view.comm.host->bad_peer = view.comm.rank + 1;
 }
 
@@ -166,7 +167,6 @@ template <bool kFp8>
 __device__ bool send(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                      Routing& routing, uint64_t operation) {
   const LowLatencyView& view = args.view;
-  const CommView& comm = view.comm;
   const Share share = share_of_block(args);
   const int warp = threadIdx.x / kWarp;
   const int units = static_cast<int>(ceil_div(view.shape.hidden / kFp8Columns, kWarp));
@@ -177,21 +177,19 @@ __device__ bool send(const LowLatencyDispatchArgs& args, const LowLatencyBuffer&
   }
   __syncthreads();
   const int at_first = min(share.step, share.end - share.begin) * view.shape.num_slots;
+  const bool is_free = poll_buffer_free(view, operation);
   load_experts(args, routing, static_cast<int64_t>(share.begin) * view.shape.num_slots, at_first,
                true);
-  if (!wait_buffer_free(view, operation)) return false;  // also a barrier
+  if (__syncthreads_and(is_free) == 0) return false;
   constexpr int kStep = kUnits * kLowLatencyWarps;
   for (int u = warp; u < (share.end - share.begin) * units; u += kStep) {
     if (u != warp) load_units(args, share, units, u, row_units);
     stage_units<kFp8>(args, share, buffer, units, u, row_units);
   }
   stage_routes(args, share, buffer, routing);
+  // The last block has counted all tokens.
   if (blockIdx.x == gridDim.x - 1) signal_counts(args, buffer, routing, operation);
-  if (arrive_last(&comm.control->arrived_stage) && threadIdx.x < comm.num_ranks) {
-    const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
-    ptx::store_release_system(word_at(view, peer, buffer.staged, comm.rank),
-                              ready_word(operation, view.tag, false, args.num_tokens));
-  }
+  signal_block(view, operation);
   return true;
 }
 
@@ -201,8 +199,7 @@ __device__ bool send(const LowLatencyDispatchArgs& args, const LowLatencyBuffer&
 struct Arrival {
   // Rows of segment (local expert, source rank), then where they begin.
   int32_t begin[kMaxExperts + 1];
-  int32_t tokens[kMaxRanks];  // of each source
-  Waited waited;
+  Senders senders;
 };
 
 // Block 0 writes what describes the result.
@@ -239,7 +236,7 @@ __device__ __forceinline__ Incoming look_up(const LowLatencyDispatchArgs& args,
   const int64_t row = u / args.row_shape.pieces;
   Incoming in{row / ranks, static_cast<int32_t>((view.comm.rank + row) % ranks),
               static_cast<int32_t>(u % args.row_shape.pieces), -1, 0};
-  if (lane >= shape.num_slots || in.token >= arrival.tokens[in.source]) return in;
+  if (lane >= shape.num_slots || in.token >= arrival.senders.tokens[in.source]) return in;
   const char* routes = view.comm.peers[in.source] + buffer.routes;
   const uint2 route =
       ptx::load_row8(reinterpret_cast<const Route*>(routes) + (in.token * shape.num_slots + lane));
@@ -319,22 +316,21 @@ template <bool kFp8>
 __device__ bool receive(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                         Arrival& arrival, uint64_t operation) {
   const LowLatencyView& view = args.view;
-  const int experts = view.shape.num_experts, ranks = view.shape.num_ranks;
-  const auto peer_of = [ranks](int i) { return i % ranks; };
-  arrival.waited.begin();
-  if (!wait_words(view, buffer.counts, experts, operation, kPhaseDispatchReady, arrival.waited,
-                  peer_of, [&](int i, int count) { arrival.begin[i] = count; })) {
+  const int ranks = view.shape.num_ranks;
+  Senders& senders = arrival.senders;
+  senders.waited.begin();
+  if (!wait_words(
+          view, buffer.counts, operation, kPhaseDispatchReady, senders,
+          [ranks](int i) { return i % ranks; },
+          [&](int i, int count) { arrival.begin[i] = count; })) {
     return false;
   }
-  block_exclusive_scan<kLowLatencyThreads>(arrival.begin, experts);
+  block_exclusive_scan<kLowLatencyThreads>(arrival.begin, view.shape.num_experts);
   if (blockIdx.x == 0) describe(args, arrival.begin);
-  if (!wait_words(view, buffer.staged, ranks, operation, kPhaseDispatchReady, arrival.waited,
-                  peer_of, [&](int i, int tokens) { arrival.tokens[i] = tokens; })) {
-    return false;
-  }
-  arrival.waited.add_to(args.waiting_stats, ranks);
+  if (!wait_blocks(view, operation, kPhaseDispatchReady, senders)) return false;
+  senders.waited.add_to(args.waiting_stats, ranks);
   int most = 0;
-  for (int i = 0; i < ranks; ++i) most = max(most, arrival.tokens[i]);
+  for (int i = 0; i < ranks; ++i) most = max(most, senders.tokens[i]);
   const int64_t total = static_cast<int64_t>(most) * ranks * args.row_shape.pieces;
   int64_t u = first_unit();
   Incoming next = look_up(args, arrival, buffer, u);
@@ -354,8 +350,9 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
     Arrival arrival;
   } shared;
   const LowLatencyView& view = args.view;
-  if (is_aborted(view.comm)) return;
+  ptx::wait_for_stream();
   const uint64_t operation = operation_of(view);
+  if (is_aborted(view.comm)) return;
   const LowLatencyBuffer& buffer = buffer_of(view, operation);
   if ((view.parts & kSend) != 0 && !send<kFp8>(args, buffer, shared.routing, operation)) return;
   __syncthreads();
@@ -367,14 +364,10 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
 
 }  // namespace
 
-cudaError_t launch_low_latency_dispatch(const LowLatencyDispatchArgs& args, int num_blocks,
-                                        cudaStream_t stream) {
-  if (args.fp8 != 0) {
-    low_latency_dispatch_kernel<true><<<num_blocks, kLowLatencyThreads, 0, stream>>>(args);
-  } else {
-    low_latency_dispatch_kernel<false><<<num_blocks, kLowLatencyThreads, 0, stream>>>(args);
-  }
-  return cudaGetLastError();
+cudaError_t launch_low_latency_dispatch(const LowLatencyDispatchArgs& args,
+                                        const LowLatencyLaunch& launch) {
+  return args.fp8 != 0 ? launch.run(low_latency_dispatch_kernel<true>, args)
+                       : launch.run(low_latency_dispatch_kernel<false>, args);
 }
 
 }  // namespace moe_ep

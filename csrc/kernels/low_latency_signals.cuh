@@ -44,31 +44,51 @@ __device__ __forceinline__ int load_expert(const void* topk_idx, bool is_64_bit,
 }
 
 // Waits, before `operation`, until every peer has received the earlier operation `last`. All
-// threads of the block call it and get the same answer, after a barrier. False: the kernel is to
-// end.
-__device__ __forceinline__ bool wait_received(const LowLatencyView& view, uint64_t operation,
+// threads of the block call it; one of them gets false if the kernel is to end.
+__device__ __forceinline__ bool poll_received(const LowLatencyView& view, uint64_t operation,
                                               uint64_t last) {
   const CommView& comm = view.comm;
-  int passed = 1;
-  if (threadIdx.x < comm.num_ranks && last > 0) {
-    const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
-    const uint64_t* word = word_at(view, comm.rank, buffer_of(view, last).received, peer);
-    uint64_t seen = ptx::load_acquire_system(word);
-    for (Deadline deadline; seen < last; seen = ptx::load_acquire_system(word)) {
-      if (!deadline.expired(comm, comm.timeout_ns)) continue;
-      seen = ptx::load_acquire_system(word);  // the last look
-      if (seen >= last) break;
-      record_fault(comm, peer, kPhaseBufferFree, operation, last, seen);
-      passed = 0;
-      break;
-    }
+  if (threadIdx.x >= comm.num_ranks || last == 0) return true;
+  const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
+  const uint64_t* word = word_at(view, comm.rank, buffer_of(view, last).received, peer);
+  uint64_t seen = ptx::load_acquire_system(word);
+  for (Deadline deadline; seen < last; seen = ptx::load_acquire_system(word)) {
+    if (!deadline.expired(comm, comm.timeout_ns)) continue;
+    seen = ptx::load_acquire_system(word);  // the last look
+    if (seen >= last) break;
+    record_fault(comm, peer, kPhaseBufferFree, operation, last, seen);
+    return false;
   }
-  return __syncthreads_and(passed) != 0;
+  return true;
 }
 
-// Waits until the buffer of an operation to be sent is free.
-__device__ __forceinline__ bool wait_buffer_free(const LowLatencyView& view, uint64_t operation) {
-  return wait_received(view, operation, operation > 2 ? operation - 2 : 0);
+// Waits until the buffer of an operation to be sent is free; as poll_received.
+__device__ __forceinline__ bool poll_buffer_free(const LowLatencyView& view, uint64_t operation) {
+  return poll_received(view, operation, operation > 2 ? operation - 2 : 0);
+}
+
+// Tells every peer how many blocks of this launch write rows, and this rank's tokens. Called by all
+// threads of one block.
+__device__ __forceinline__ void signal_senders(const LowLatencyView& view, uint64_t operation,
+                                               int num_blocks, int num_tokens) {
+  const CommView& comm = view.comm;
+  if (threadIdx.x >= comm.num_ranks) return;
+  const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
+  const int64_t words = buffer_of(view, operation).senders;
+  ptx::store_relaxed_system(word_at(view, peer, words, comm.rank),
+                            ready_word(operation, num_blocks, false, num_tokens));
+}
+
+// Tells every peer that this block has written its rows. All threads of the block call it.
+__device__ __forceinline__ void signal_block(const LowLatencyView& view, uint64_t operation) {
+  const CommView& comm = view.comm;
+  __syncthreads();
+  if (threadIdx.x >= comm.num_ranks) return;
+  const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
+  const int index = comm.rank * kMaxLowLatencyBlocks + blockIdx.x;
+  // Its release covers the whole block: the barrier has ordered what the others wrote before it.
+  ptx::store_release_system(word_at(view, peer, buffer_of(view, operation).blocks, index),
+                            operation);
 }
 
 // As arrive_last, where nothing but the reading of peers' rows must have happened before a signal.
@@ -116,33 +136,86 @@ struct Waited {
   }
 };
 
-// Waits for `count` ready words beginning at `words`, word i written by rank peer_of(i), and calls
-// store(i, count) for each. All threads of the block call it and get the same answer, after a
-// barrier. False: the kernel is to end.
-template <typename PeerOf, typename Store>
-__device__ __forceinline__ bool wait_words(const LowLatencyView& view, int64_t words, int count,
-                                           uint64_t operation, Phase phase, Waited& waited,
-                                           PeerOf peer_of, Store store) {
+// Who has sent what, in shared memory.
+struct Senders {
+  int32_t blocks[kMaxRanks];
+  int32_t tokens[kMaxRanks];
+  Waited waited;
+};
+
+// Waits for a word of `peer`. False: the kernel is to end.
+__device__ __forceinline__ bool poll_word(const LowLatencyView& view, const uint64_t* word,
+                                          int peer, uint64_t operation, Phase phase,
+                                          Senders& senders, uint64_t& seen) {
   const CommView& comm = view.comm;
   const uint32_t number = static_cast<uint32_t>(operation);
-  int passed = 1;
-  for (int i = threadIdx.x; i < count && passed != 0; i += kLowLatencyThreads) {
-    const uint64_t* word = word_at(view, comm.rank, words, i);
+  seen = ptx::load_acquire_system(word);
+  for (Deadline deadline; word_operation(seen) != number;) {
+    const bool expired = deadline.expired(comm, comm.timeout_ns);
+    seen = ptx::load_acquire_system(word);  // after expiry: the last look
+    if (!expired || word_operation(seen) == number) continue;
+    record_fault(comm, peer, phase, operation, ready_word(operation, view.tag, false, 0), seen);
+    return false;
+  }
+  atomicMax(&senders.waited.ns[peer], ptx::global_nanoseconds() - senders.waited.start);
+  return true;
+}
+
+// Waits for E words beginning at `words`, word i written by rank peer_of(i), and calls store(i,
+// count) for each; and for how many blocks send. All threads of the block call it and get the same
+// answer, after a barrier. False: the kernel is to end.
+template <typename PeerOf, typename Store>
+__device__ __forceinline__ bool wait_words(const LowLatencyView& view, int64_t words,
+                                           uint64_t operation, Phase phase, Senders& senders,
+                                           PeerOf peer_of, Store store) {
+  const CommView& comm = view.comm;
+  const int experts = view.shape.num_experts;
+  bool passed = true;
+  for (int i = threadIdx.x; i < experts + comm.num_ranks && passed; i += kLowLatencyThreads) {
+    uint64_t seen;
+    if (i >= experts) {
+      const int peer = i - experts;
+      const uint64_t* word = word_at(view, comm.rank, buffer_of(view, operation).senders, peer);
+      passed = poll_word(view, word, peer, operation, phase, senders, seen);
+      senders.blocks[peer] = static_cast<int32_t>(word_tag(seen));
+      senders.tokens[peer] = word_count(seen);
+      continue;
+    }
     const int peer = peer_of(i);
+    passed =
+        poll_word(view, word_at(view, comm.rank, words, i), peer, operation, phase, senders, seen);
+    if (passed && word_tag(seen) != view.tag) {
+      record_fault(comm, peer, phase, operation, ready_word(operation, view.tag, false, 0), seen);
+      passed = false;
+    }
+    if (passed && word_is_bad(seen)) comm.host->bad_peer = peer + 1;
+    store(i, word_count(seen));
+  }
+  return __syncthreads_and(passed) != 0;
+}
+
+// Waits until all of them have written their rows; as wait_words.
+__device__ __forceinline__ bool wait_blocks(const LowLatencyView& view, uint64_t operation,
+                                            Phase phase, Senders& senders) {
+  const CommView& comm = view.comm;
+  int most = 0;
+  for (int i = 0; i < comm.num_ranks; ++i) most = max(most, senders.blocks[i]);
+  bool passed = true;
+  for (int i = threadIdx.x; i < most * comm.num_ranks && passed; i += kLowLatencyThreads) {
+    const int peer = i / most, block = i % most;
+    if (block >= senders.blocks[peer]) continue;
+    const int64_t words = buffer_of(view, operation).blocks;
+    const uint64_t* word = word_at(view, comm.rank, words, peer * kMaxLowLatencyBlocks + block);
     uint64_t seen = ptx::load_acquire_system(word);
-    for (Deadline deadline; word_operation(seen) != number;) {
+    for (Deadline deadline; seen != operation;) {
       const bool expired = deadline.expired(comm, comm.timeout_ns);
       seen = ptx::load_acquire_system(word);  // after expiry: the last look
-      if (expired && word_operation(seen) != number) break;
-    }
-    if (word_operation(seen) != number || word_tag(seen) != view.tag) {
-      record_fault(comm, peer, phase, operation, ready_word(operation, view.tag, false, 0), seen);
-      passed = 0;
+      if (!expired || seen == operation) continue;
+      record_fault(comm, peer, phase, operation, operation, seen);
+      passed = false;
       break;
     }
-    if (word_is_bad(seen)) comm.host->bad_peer = peer + 1;
-    atomicMax(&waited.ns[peer], ptx::global_nanoseconds() - waited.start);
-    store(i, word_count(seen));
+    atomicMax(&senders.waited.ns[peer], ptx::global_nanoseconds() - senders.waited.start);
   }
   return __syncthreads_and(passed) != 0;
 }

@@ -65,6 +65,10 @@ LowLatency::LowLatency(int device, int rank, int num_ranks)
   check(num_ranks >= 1 && num_ranks <= kMaxRanks && rank >= 0 && rank < num_ranks,
         "1 to 64 ranks are supported");
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  int major = 0;
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+             "cudaDeviceGetAttribute");
+  early_ = major >= 9;
   check_cuda(cudaMalloc(&control_, sizeof(Control)), "cudaMalloc");
   check_cuda(cudaMemset(control_, 0, sizeof(Control)), "cudaMemset");
   void* host = nullptr;
@@ -108,7 +112,7 @@ SymmetricMemory& LowLatency::memory() {
 LowLatency::Prepared LowLatency::prepare(const LowLatencyCall& call, const Launch& launch) const {
   if (memory_ == nullptr) throw std::runtime_error("no symmetric memory is allocated");
   check_shape(call.shape, num_ranks_, call.tag);
-  check(launch.num_sms >= 1, "num_sms must be at least 1");
+  check(launch.num_sms >= 1 && launch.num_sms <= kMaxLowLatencyBlocks, "num_sms must be 1 to 255");
   LowLatencyView view{};
   view.layout = low_latency_layout(call.shape, num_bytes_);
   check(view.layout.total <= num_bytes_, "the shape needs more memory than there is");
@@ -172,7 +176,7 @@ void LowLatency::dispatch(const LowLatencyCall& call, const LowLatencyDispatchTe
   args.layout_range = pointer<int64_t>(tensors.layout_range);
   args.expert_stats = pointer<int32_t>(tensors.expert_stats);
   args.waiting_stats = pointer<int64_t>(tensors.waiting_stats);
-  check_cuda(launch_low_latency_dispatch(args, launch.num_sms, prepared.stream),
+  check_cuda(launch_low_latency_dispatch(args, {launch.num_sms, prepared.stream, early_}),
              "low-latency dispatch kernel");
 }
 
@@ -204,7 +208,7 @@ void LowLatency::combine(const LowLatencyCall& call, const LowLatencyCombineTens
   args.num_tokens = tensors.num_tokens;
   args.out = pointer<char>(tensors.out);
   args.waiting_stats = pointer<int64_t>(tensors.waiting_stats);
-  check_cuda(launch_low_latency_combine(args, launch.num_sms, prepared.stream),
+  check_cuda(launch_low_latency_combine(args, {launch.num_sms, prepared.stream, early_}),
              "low-latency combine kernel");
 }
 

@@ -79,6 +79,7 @@ class LowLatency {
 
   int device_, rank_, num_ranks_;
   int64_t num_bytes_ = 0;
+  bool early_ = false;  // LowLatencyLaunch::early
   std::unique_ptr<SymmetricMemory> memory_;
   Control* control_ = nullptr;
   HostState* host_ = nullptr;         // as the host sees it

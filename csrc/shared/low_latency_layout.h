@@ -30,10 +30,13 @@ struct alignas(8) Route {
 // Offsets of one of the two buffers. L = E/R local experts.
 struct LowLatencyBuffer {
   // Signals: words as below, each written by one peer.
-  int64_t counts;       // dispatch, uint64 [L][R]: rows of the peer for a local expert
-  int64_t staged;       // dispatch, uint64 [R]: the peer's rows can be read; with its tokens
-  int64_t expert_rows;  // combine, uint64 [E]: an expert's rows can be read; with their place
-  int64_t received;     // uint64 [R]: the operation whose rows the peer has read
+  int64_t counts;    // dispatch, uint64 [L][R]: rows of the peer for a local expert
+  int64_t places;    // combine, uint64 [E]: where an expert's rows are or will be
+  int64_t senders;   // uint64 [R]: in place of the tag the blocks of the peer's launch that write
+                     // rows; its count: its tokens
+  int64_t blocks;    // uint64 [R][kMaxLowLatencyBlocks]: the operation whose rows a block of the
+                     // peer has written
+  int64_t received;  // uint64 [R]: the operation whose rows the peer has read
   // Data. A row holds H bf16 values, or H FP8 values followed by their H/128 scales.
   int64_t rows;    // dispatch, of this rank: [Tmax][row_bytes]; combine: [Tmax][K][row_bytes]
   int64_t routes;  // dispatch, of this rank: Route [Tmax][K]
@@ -49,6 +52,7 @@ struct LowLatencyLayout {
 };
 
 constexpr int64_t kLowLatencyAlign = 256;
+constexpr int kMaxLowLatencyBlocks = 255;  // of a launch: so many go in place of a tag
 // Marks of the set-up checks (Signal::kHello and so on), as in every symmetric memory.
 constexpr int64_t kLowLatencyMarkBytes = 4096;
 static_assert(kNumSignals * kMaxRanks * 8 <= kLowLatencyMarkBytes, "the marks need more room");
@@ -70,8 +74,9 @@ inline LowLatencyLayout low_latency_layout(const LowLatencyShape& shape, int64_t
   };
   for (LowLatencyBuffer& buffer : layout.buffers) {
     buffer.counts = take(kMaxExperts * 8);
-    buffer.staged = take(kMaxRanks * 8);
-    buffer.expert_rows = take(kMaxExperts * 8);
+    buffer.places = take(kMaxExperts * 8);
+    buffer.senders = take(kMaxRanks * 8);
+    buffer.blocks = take(kMaxRanks * kMaxLowLatencyBlocks * 8);
     buffer.received = take(kMaxRanks * 8);
   }
   layout.signal_bytes = end;

@@ -27,7 +27,7 @@ SCALES_PER_WORD = 4
 ROW_ALIGNMENT = 16  # bytes: what a kernel moves at a time
 _ROW_BYTES_PER_COLUMN = 2
 _MARK_BYTES, _ALIGN = 4096, 256
-_WORD_BYTES, _ROUTE_BYTES, _MAX_RANKS = 8, 8, 64
+_WORD_BYTES, _ROUTE_BYTES, _MAX_RANKS, _MAX_BLOCKS = 8, 8, 64, 255
 
 Receive = Callable[[], None]
 
@@ -49,7 +49,7 @@ class Shape:
 
 def num_bytes_needed(max_tokens: int, hidden: int, num_experts: int) -> int:
     """Bytes of symmetric memory: csrc/shared/low_latency_layout.h says for what."""
-    signals = 2 * (2 * MAX_EXPERTS + 2 * _MAX_RANKS) * _WORD_BYTES
+    signals = 2 * (2 * MAX_EXPERTS + (2 + _MAX_BLOCKS) * _MAX_RANKS) * _WORD_BYTES
     row_bytes = hidden * _ROW_BYTES_PER_COLUMN
     routes = max_tokens * min(MAX_SLOTS, num_experts) * _ROUTE_BYTES
     most = max(_align(max_tokens * row_bytes) + routes, max_tokens * num_experts * row_bytes)

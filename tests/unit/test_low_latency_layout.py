@@ -49,8 +49,9 @@ def regions(shape: Shape, at: dict[str, int], kind: str) -> list[tuple[str, int,
         staged, returned = tokens * hidden * 2, tokens * slots * hidden * 2
         taken += [
             (f"counts_{i}", at[f"counts_{i}"], experts * 8),
-            (f"staged_{i}", at[f"staged_{i}"], ranks * 8),
-            (f"expert_rows_{i}", at[f"expert_rows_{i}"], experts * 8),
+            (f"places_{i}", at[f"places_{i}"], experts * 8),
+            (f"senders_{i}", at[f"senders_{i}"], ranks * 8),
+            (f"blocks_{i}", at[f"blocks_{i}"], ranks * base._MAX_BLOCKS * 8),
             (f"received_{i}", at[f"received_{i}"], ranks * 8),
             (f"rows_{i}", at[f"rows_{i}"], staged if kind == "dispatch" else returned),
             (f"expert_out_{i}", at[f"expert_out_{i}"], experts * tokens * hidden * 2),
@@ -102,26 +103,27 @@ def test_operations_of_different_shapes_use_different_memory(ask: Ask) -> None:
         for one, other in itertools.pairwise(order):
             assert max(one) <= min(other)
         assert max(order[-1]) <= num_bytes
-        for name in ("counts", "staged", "expert_rows", "received", "rows", "expert_out"):
+        for name in ("counts", "places", "senders", "blocks", "received", "rows", "expert_out"):
             for i in range(2):
                 assert len({at[f"{name}_{i}"] for at in answers}) == 1
 
 
 def test_sizes_worked_by_hand(ask: Ask) -> None:
-    """Marks 4096; per buffer 2 x (2048 + 64) words of 8 bytes; then four times the expert rows."""
-    signals = 4096 + 2 * 33792
+    """Marks 4096; per buffer 2 x (2048 + 64) + 64 x 255 words of 8 bytes; then four times the
+    expert rows."""
+    signals = 4096 + 2 * 164352
     few = ask([question((8, 32, 8, 4096, 1024), 0)])[0]
     # 32 x 1024 rows of 8192 bytes are 268435456. Four times that: 1073741824.
-    assert few["signal_bytes"] == signals == 71680
-    assert few["total"] == 71680 + 1073741824 == 1073813504
-    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(1024, 4096, 8, 32) == 1073813504
+    assert few["signal_bytes"] == signals == 332800
+    assert few["total"] == 332800 + 1073741824 == 1074074624
+    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(1024, 4096, 8, 32) == 1074074624
     many = ask([question((8, 256, 8, 7168, 128), 0)])[0]
     # 256 x 128 rows of 14336 bytes are 469762048. Four times that: 1879048192.
-    assert many["total"] == 71680 + 1879048192 == 1879119872
-    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 1879119872
+    assert many["total"] == 332800 + 1879048192 == 1879380992
+    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 1879380992
     one = ask([question((1, 1, 1, 8, 100), 0)])[0]
     # 100 rows of 16 bytes, aligned to 256, and 100 routes of 8: 1792 + 800, aligned: 2816.
-    assert one["total"] == 71680 + 4 * 2816
+    assert one["total"] == 332800 + 4 * 2816
 
 
 def test_size_hint_of_python(ask: Ask) -> None:
@@ -160,6 +162,7 @@ def test_python_and_the_core_agree(ask: Ask) -> None:
     assert at["max_slots"] == base.MAX_SLOTS
     assert at["max_experts"] == base.MAX_EXPERTS
     assert at["max_ranks"] == base._MAX_RANKS
+    assert at["max_blocks"] == base._MAX_BLOCKS < at["tags"]
     assert at["mark_bytes"] == base._MARK_BYTES >= at["marks"]
     assert at["tags"] == low_latency_exchange._NUM_TAGS
     experts = [1, 2, 31, 32, 33, 2048]

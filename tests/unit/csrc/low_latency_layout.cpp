@@ -26,10 +26,9 @@ void layout(std::istream& in) {
   for (int i = 0; i < 2; ++i) {
     const LowLatencyBuffer& buffer = at.buffers[i];
     const std::pair<const char*, int64_t> offsets[] = {
-        {"counts", buffer.counts},           {"staged", buffer.staged},
-        {"expert_rows", buffer.expert_rows}, {"received", buffer.received},
-        {"rows", buffer.rows},               {"routes", buffer.routes},
-        {"expert_out", buffer.expert_out}};
+        {"counts", buffer.counts}, {"places", buffer.places},        {"senders", buffer.senders},
+        {"blocks", buffer.blocks}, {"received", buffer.received},    {"rows", buffer.rows},
+        {"routes", buffer.routes}, {"expert_out", buffer.expert_out}};
     for (const auto& [name, offset] : offsets) {
       std::printf(", \"%s_%d\": %lld", name, i, static_cast<long long>(offset));
     }
@@ -61,8 +60,8 @@ void place(std::istream& in) {
 void constants() {
   std::printf(
       "{\"max_tokens\": %d, \"max_slots\": %d, \"max_experts\": %d, \"max_ranks\": %d, "
-      "\"mark_bytes\": %lld, \"marks\": %d, \"tags\": %d}\n",
-      kMaxLowLatencyTokens, kMaxSlots, kMaxExperts, kMaxRanks,
+      "\"max_blocks\": %d, \"mark_bytes\": %lld, \"marks\": %d, \"tags\": %d}\n",
+      kMaxLowLatencyTokens, kMaxSlots, kMaxExperts, kMaxRanks, kMaxLowLatencyBlocks,
       static_cast<long long>(kLowLatencyMarkBytes), kNumSignals * kMaxRanks * 8, 1 << kWordTagBits);
 }
 
