@@ -44,12 +44,13 @@ __device__ __forceinline__ int load_expert(const void* topk_idx, bool is_64_bit,
 }
 
 // Waits, before `operation`, until every peer has received the earlier operation `last`. All
-// threads of the block call it; one of them gets false if the kernel is to end.
+// threads of the block call it, the last ones wait, and get false if the kernel is to end.
 __device__ __forceinline__ bool poll_received(const LowLatencyView& view, uint64_t operation,
                                               uint64_t last) {
   const CommView& comm = view.comm;
-  if (threadIdx.x >= comm.num_ranks || last == 0) return true;
-  const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
+  const int index = static_cast<int>(threadIdx.x) - static_cast<int>(blockDim.x) + comm.num_ranks;
+  if (index < 0 || last == 0) return true;
+  const int peer = (comm.rank + index) % comm.num_ranks;
   const uint64_t* word = word_at(view, comm.rank, buffer_of(view, last).received, peer);
   uint64_t seen = ptx::load_acquire_system(word);
   for (Deadline deadline; seen < last; seen = ptx::load_acquire_system(word)) {
@@ -91,33 +92,26 @@ __device__ __forceinline__ void signal_block(const LowLatencyView& view, uint64_
                             operation);
 }
 
-// As arrive_last, where nothing but the reading of peers' rows must have happened before a signal.
-__device__ __forceinline__ bool readers_arrive_last(uint32_t* counter) {
-  __shared__ uint32_t is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    is_last = ptx::add_acq_rel_device(counter, 1) == gridDim.x - 1;
-    if (is_last != 0) *counter = 0;  // for the next kernel
-  }
-  __syncthreads();
-  return is_last != 0;
-}
-
 // Ends a launch: after a send the next operation may begin, after a receive the peers are told that
-// their rows have been read. Called by all threads of every block; true in the last block.
-__device__ __forceinline__ bool finish(const LowLatencyView& view, uint64_t operation) {
+// their rows have been read. Called by all threads of every block; the last block to come does it.
+__device__ __forceinline__ void finish(const LowLatencyView& view, uint64_t operation) {
   const CommView& comm = view.comm;
-  if (!readers_arrive_last(&comm.control->arrived_end)) return false;
-  if (threadIdx.x == 0 && (view.parts & kSend) != 0) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  // Nothing but reads must have happened before: an arrival of the GPU's scope is enough.
+  if (ptx::add_acq_rel_device(&comm.control->arrived_end, 1) != gridDim.x - 1) return;
+  comm.control->arrived_end = 0;  // for the next kernel
+  if ((view.parts & kSend) != 0) {
     comm.control->operation = operation;
     if ((view.parts & kReceive) == 0) *view.ticket = operation;
   }
-  if (threadIdx.x < comm.num_ranks && (view.parts & kReceive) != 0) {
-    const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
-    const int64_t words = buffer_of(view, operation).received;
-    ptx::store_release_system(word_at(view, peer, words, comm.rank), operation);
+  if ((view.parts & kReceive) == 0) return;
+  __threadfence_system();
+  const int64_t words = buffer_of(view, operation).received;
+  for (int i = 0; i < comm.num_ranks; ++i) {
+    const int peer = (comm.rank + i) % comm.num_ranks;
+    ptx::store_relaxed_system(word_at(view, peer, words, comm.rank), operation);
   }
-  return true;
 }
 
 // How long a block has waited for each rank, in shared memory.

@@ -9,6 +9,7 @@ low_latency_base.py.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from moe_ep.backends.low_latency_base import (
     block_timeout,
     new_result,
 )
-from moe_ep.errors import BrokenError
+from moe_ep.errors import BrokenError, PeerTimeoutError
 from moe_ep.quant import quantize_fp8
 
 _EXPONENT_SHIFT = 23  # of an fp32
@@ -153,7 +154,9 @@ class ReferenceLowLatencyBackend:
             self._add_waiting(inputs.wait_stats, started)
 
         if call.error is not None:
-            receive()  # raises it
+            with suppress(PeerTimeoutError):  # it may have waited for a block as long as its peers
+                receive()  # raises the error
+            raise call.error
         return receive
 
     def combine_buffer(self, shape: Shape, plan: Any, device: torch.device) -> Tensor:
