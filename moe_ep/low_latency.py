@@ -149,8 +149,9 @@ class LowLatencyVerbs:
                 a block and then raises its signal (a release of device scope, or at a kernel's
                 end). Blocks are sent in ascending order; those that hold no row are not waited
                 for. The combine only reads the signals. The caller zeroes them before the rows of
-                the next combine are computed (in a captured graph, too) and leaves SMs to compute
-                with: `Buffer.set_num_sms`. Backend reference waits on the host.
+                the next combine are computed (in a captured graph, too), launches that work before
+                the combine (streams may share a hardware queue: CUDA_DEVICE_MAX_CONNECTIONS), and
+                leaves SMs for it: `Buffer.set_num_sms`. Backend reference waits on the host.
             block_signal_value: what a signal counts up to.
             combine_wait_recv_cost_stats, async_finish, return_recv_hook: see the dispatch.
 

@@ -45,9 +45,9 @@ class EpDecoder:
         self.buffer = Buffer(dist.group.WORLD, 0, hint, low_latency_mode=True)
         self.first_expert = dist.get_rank() * shape.experts // size
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """tokens [T] -> hidden states [T, H] fp32, in two micro-batches."""
-        self.timeline.start()
+    def step(self, tokens: Tensor, hold: bool = False) -> Tensor:
+        """tokens [T] -> hidden states [T, H] fp32, in two micro-batches. hold: see Timeline."""
+        self.timeline.start(hold)
         halves = [self.model.embedding[part] for part in tokens.tensor_split(2)]
         for layer in range(self.model.shape.layers):
             # Each list has one of both halves; a hook is called as late as its data allow.
@@ -111,12 +111,12 @@ def decode(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(rank + 1)
     tokens = torch.randint(shape.vocabulary, (options.tokens,), generator=generator).to(device)
     alone = model.step_alone(tokens)
-    error, seconds = 0.0, []
+    error, seconds, drawn = 0.0, [], bool(options.trace or options.plot)
     for step in range(options.steps):
         if device.type == "cuda":
             torch.cuda.synchronize()
         started = time.perf_counter()
-        h = ep.step(tokens)
+        h = ep.step(tokens, hold=drawn and step == options.steps - 1)
         tokens = model.next_tokens(h)
         if device.type == "cuda":
             torch.cuda.synchronize()

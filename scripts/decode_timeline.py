@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+_HOLD_CYCLES = 40_000_000  # about 20 ms
+
 
 @dataclass(frozen=True)
 class Span:
@@ -31,9 +33,12 @@ class Timeline:
         self._start: Any = None
         self._marks: list[tuple[str, int, Any, Any]] = []
 
-    def start(self) -> None:
-        """Forgets everything before."""
+    def start(self, hold: bool = False) -> None:
+        """Forgets everything before. hold: the GPU waits until the host is well ahead, so that
+        spans are of kernels and not of their launches."""
         self._marks.clear()
+        if hold and self._on_gpu:
+            torch.cuda._sleep(_HOLD_CYCLES)
         self._start = self._now()
 
     @contextmanager

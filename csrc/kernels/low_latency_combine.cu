@@ -1,6 +1,7 @@
 // Low-latency combine. Every rank gives the expert rows back to their source rank, which adds them
 // up with their weights: in k order, in fp32, rounded once. Rows are written to slot [token][k] of
-// the source, or, where the experts left them in symmetric memory, read by it where they are.
+// the source, or, where the experts left them in symmetric memory, read by it where they are. Rows
+// of a rank for itself stay where they are, too, if it sums them in the same launch.
 #include "kernels/low_latency_signals.cuh"
 
 namespace moe_ep {
@@ -77,6 +78,14 @@ __device__ __forceinline__ void load_piece_once(Piece& piece, const char* source
   }
 }
 
+// kPlaceOwn where rows for this rank itself are not copied: they are summed in the same launch.
+__device__ __forceinline__ uint32_t own_place(const LowLatencyCombineArgs& args) {
+  const LowLatencyView& view = args.view;
+  const int64_t num_rows = static_cast<int64_t>(view.shape.num_ranks) * view.shape.max_tokens;
+  const bool stays = (view.parts & kReceive) != 0 && view.comm.bad_input == 0;
+  return stays && num_rows <= kMaxPlaceBegin ? kPlaceOwn : 0;
+}
+
 // Writes the rows to their sources. False: the kernel is to end.
 __device__ __forceinline__ bool return_rows(const LowLatencyCombineArgs& args,
                                             const LowLatencyBuffer& buffer, const int32_t* begin,
@@ -95,6 +104,7 @@ __device__ __forceinline__ bool return_rows(const LowLatencyCombineArgs& args,
       next = find_row(args, begin, static_cast<int>((u + unit_step()) / pieces));
     }
     if (args.block_signals != nullptr && !wait_block_signal(args, row, operation)) return false;
+    if (row.source == view.comm.rank && own_place(args) != 0) continue;
     const int piece_index = static_cast<int>(u % pieces);
     const int vectors = row_shape.vectors_of(piece_index);
     const int64_t offset = row_shape.offset_of(piece_index);
@@ -120,9 +130,10 @@ __device__ __forceinline__ void signal_places(const LowLatencyCombineArgs& args,
   for (int i = threadIdx.x; i < view.shape.num_experts; i += kLowLatencyThreads) {
     const int peer = (comm.rank + i / local) % ranks, expert = i % local;
     uint32_t place = 0;
-    if (in_place) {
+    const uint32_t source = in_place ? args.expert_out : peer == comm.rank ? own_place(args) : 0;
+    if (source != 0) {
       const int64_t range = args.layout_range[expert * ranks + peer];
-      place = row_place(args.expert_out, static_cast<uint32_t>(range >> 32));
+      place = row_place(source, static_cast<uint32_t>(range >> 32));
     }
     // In place, the rows are released by it: they were written before this launch.
     ptx::store_release_system(word_at(view, peer, buffer.places, comm.rank * local + expert),
@@ -205,11 +216,11 @@ __device__ __forceinline__ RowsAt find_rows(const LowLatencyCombineArgs& args, c
     const int place = places[terms.expert];
     const char* memory = view.comm.peers[view.comm.rank] + buffer_of(view, operation).rows;
     int64_t row = token * shape.num_slots + lane;
-    if (place_source(place) != 0) {
-      const int owner = terms.expert / local;
+    const int source = place_source(place);
+    if (source != 0) {
       const int64_t num_rows = static_cast<int64_t>(shape.num_ranks) * shape.max_tokens;
-      memory =
-          view.comm.peers[owner] + view.layout.buffers[(place_source(place) - 1) & 1].expert_out;
+      const char* owner = view.comm.peers[terms.expert / local];
+      memory = source == kPlaceOwn ? args.x : owner + view.layout.buffers[source - 1].expert_out;
       row = terms.expert % local * num_rows + place_begin(place) + terms.index;
     }
     address = memory + row * args.sum_shape.row_bytes;

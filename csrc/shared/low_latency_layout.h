@@ -120,9 +120,11 @@ MOE_EP_HOST_DEVICE int32_t word_count(uint64_t word) {
 }
 
 // The count of a combine's word: where the expert's rows for the reader are. source 0: in the
-// reader's own slots. 1 or 2: in that one of the writer's `expert_out`, from row `begin` on.
+// reader's own slots. 1 or 2: in that one of the writer's `expert_out`, from row `begin` on. 3: in
+// the tensor that the reader itself gave, likewise.
 constexpr int kPlaceBeginBits = 21;
 constexpr int32_t kMaxPlaceBegin = (1 << kPlaceBeginBits) - 1;
+constexpr uint32_t kPlaceOwn = 3;
 
 MOE_EP_HOST_DEVICE uint32_t row_place(uint32_t source, uint32_t begin) {
   return source << kPlaceBeginBits | begin;

@@ -7,12 +7,18 @@ their signals. What has arrived is read from the symmetric memory itself.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
-import low_latency_cases
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiprocess"))
+
+import low_latency_cases
 from low_latency_cases import Case, Flight, check_case, expert_output, make_buffer, send
 from low_latency_scenarios import prepare
 
@@ -20,8 +26,14 @@ from moe_ep import BrokenError, Buffer, PeerTimeoutError
 from moe_ep.backends.low_latency_expert_out import _DeviceArray
 
 CASE = Case(tokens=(12, 9, 16, 7), hidden=1024, local=4, top_k=4, exact=True)
-STEP_CYCLES = 2_000_000  # about 1 ms
+STEP_CYCLES, LONG_CYCLES = 2_000_000, 1_000_000_000  # about 1 ms, 600 ms
 SENTINEL = -7.0
+
+
+def prepare_streams(timeout_s: float = 20.0) -> None:
+    """As `prepare`; streams that share a hardware queue may wait for each other."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    prepare(timeout_s)
 
 
 def expert_rows(flight: Flight, rank: int) -> torch.Tensor:
@@ -61,11 +73,11 @@ class FakeGemm:
         self.out.fill_(float("nan"))
         torch.cuda.synchronize()
 
-    def run(self, expert: int, raises: int = 1) -> None:
-        """One local expert. raises: what its signals become."""
+    def run(self, expert: int, raises: int = 1, cycles: int = STEP_CYCLES) -> None:
+        """One local expert. raises: what its signals become. cycles: that it takes."""
         per_block = self.rows.shape[1] // self.signals.shape[1]
         with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(STEP_CYCLES)
+            torch.cuda._sleep(cycles)
             for block in range(self.signals.shape[1]):
                 part = slice(block * per_block, (block + 1) * per_block)
                 self.out[expert, part].copy_(self.rows[expert, part])
@@ -79,7 +91,7 @@ def check_early_sends(rank: int, blocks: int) -> float:
     Returns:
         Milliseconds of the device's clock from their arrival to the end of the GEMM.
     """
-    prepare()
+    prepare_streams()
     buffer = make_buffer([CASE])
     check_case(buffer, CASE, 0, "cuda")
     torch.cuda.synchronize()
@@ -92,9 +104,11 @@ def check_early_sends(rank: int, blocks: int) -> float:
     flight = send(buffer, CASE, 1, "cuda")
     flight.hook()
     gemm = FakeGemm(expert_rows(flight, rank), blocks)
+    dist.barrier()
+    for expert in range(CASE.local):
+        is_last = expert == CASE.local - 1
+        gemm.run(expert, raises=3, cycles=LONG_CYCLES if is_last else STEP_CYCLES)
     out, _, hook = combine(buffer, flight, gemm, signal_value=3, return_recv_hook=True)
-    for expert in range(CASE.local - 1):
-        gemm.run(expert, raises=3)
     mine, arrived = flight.inputs[rank], torch.cuda.Event(enable_timing=True)
     early = (mine.idx >= 0) & (mine.idx % CASE.local != CASE.local - 1)
     late = (mine.idx >= 0) & ~early
@@ -113,9 +127,8 @@ def check_early_sends(rank: int, blocks: int) -> float:
             if torch.equal(seen[early], wanted[early]):
                 break
             assert time.monotonic() < deadline, "nothing was sent before the GEMM had ended"
+    assert not gemm.ended.query()
     assert bool((seen[late] == SENTINEL).all())  # not raised yet
-    dist.barrier()
-    gemm.run(CASE.local - 1, raises=3)
     hook()
     low_latency_cases.check_sum(buffer, flight, out)
     torch.cuda.synchronize()
@@ -141,7 +154,7 @@ def combine(
 
 def check_missing_signal(rank: int) -> str:
     """The last rank's GEMM leaves out an expert; what each rank is told at its next call."""
-    prepare(3)
+    prepare_streams(3)
     buffer = make_buffer([CASE])
     check_case(buffer, CASE, 0, "cuda")
     flight = send(buffer, CASE, 1, "cuda")
@@ -150,10 +163,10 @@ def check_missing_signal(rank: int) -> str:
     left_out = 2 if rank == buffer.group_size - 1 else -1
     assert int(flight.count[2]) > 0
     started = time.monotonic()
-    combine(buffer, flight, gemm)
     for expert in range(CASE.local):
         if expert != left_out:
             gemm.run(expert)
+    combine(buffer, flight, gemm)
     torch.cuda.synchronize()
     assert time.monotonic() - started < 10
     told = []
@@ -169,7 +182,7 @@ def check_missing_signal(rank: int) -> str:
 
 def check_captured(rank: int) -> None:
     """A decode step with signals in a CUDA graph: the GEMM on a branch of its own."""
-    prepare()
+    prepare_streams()
     buffer = make_buffer([CASE])
     size = buffer.group_size
     first = low_latency_cases.make_inputs(CASE, 0, rank, size)

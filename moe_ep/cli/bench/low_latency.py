@@ -21,7 +21,7 @@ from moe_ep.cli.bench.report import Timing
 from moe_ep.cli.bench.traffic import Counts, RowBytes, Traffic, floor_us
 from moe_ep.layout import EPLayout
 
-GRAPH_CALLS = 10
+GRAPH_CALLS = 40
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ how, on a GPU (two CUDA events around each call)
   dispatch + combine  one after the other, as in a decode step
   ..., one token      the same with a single short row: what launches and signals alone take
   a kernel of torch   the smallest there is, no rank waiting for another: a launch alone
-  graph               one of ten calls in a captured graph, the median of --iterations replays
+  graph               one of 40 calls in a captured graph, the median of --iterations replays
   floor               x or the expert rows once in, the result once out. HBM counts what passes
                       through other memory on the way, too.
 
