@@ -32,7 +32,7 @@ SENTINEL = -7.0
 
 def prepare_streams(timeout_s: float = 20.0) -> None:
     """As `prepare`; streams that share a hardware queue may wait for each other."""
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # MPS has a few for all its clients
     prepare(timeout_s)
 
 
@@ -230,8 +230,9 @@ def check_captured(rank: int) -> None:
 
 
 def check_free_between(rank: int) -> list[str]:
-    """Names of the kernels of a dispatch with a hook and of what runs before the hook, in the order
-    of the device's clock; none may run beside another."""
+    """Names of the kernels of a dispatch with a hook and of what runs before the hook, as they
+    begin. Nothing runs beside what comes between; the last kernel may be launched while the one
+    before it ends, and wait."""
     prepare()
     buffer = make_buffer([CASE])
     check_case(buffer, CASE, 0, "cuda")
@@ -250,8 +251,9 @@ def check_free_between(rank: int) -> list[str]:
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA and "Mem" not in event.name
     )
-    for (_, end, _), (start, _, _) in itertools.pairwise(kernels):
+    for (_, end, _), (start, _, _) in itertools.pairwise(kernels[:-1]):
         assert start >= end, kernels
+    assert kernels[-1][0] > kernels[-2][0] and kernels[-1][1] > kernels[-2][1], kernels
     low_latency_cases.check_received(buffer, flight)
     buffer.destroy()
     return [name for _, _, name in kernels]

@@ -148,10 +148,10 @@ class LowLatencyMeasurement:
         there = Traffic(
             counts.slots * row.wire, there_floor + staged, counts.remote_destinations * row.wire
         )
+        # Rows for other ranks are written to their slots and read there.
+        copied = arriving - (counts.slots - counts.remote_slots) + counts.remote_slots
         back = Traffic(
-            counts.slots * row.x,
-            back_floor + (arriving + counts.slots) * row.x,
-            counts.remote_slots * row.x,
+            counts.slots * row.x, back_floor + copied * row.x, counts.remote_slots * row.x
         )
         return (
             Case("dispatch", verbs.dispatch, there, there_floor),
