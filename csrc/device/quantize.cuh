@@ -8,10 +8,10 @@ namespace moe_ep {
 constexpr int kFp8Columns = 8;  // of a lane
 constexpr int kLanesPerScale = kFp8Block / kFp8Columns;
 
-// What rounds to FP8 as f / scale, rounded to nearest, does. With a correctly rounded reciprocal one
-// correction of the product gives that quotient (Markstein, 1990) as long as the remainder can be
-// represented; it takes a third of the instructions of a division. Quotients that round to zero stay
-// as they are, with their sign.
+// What rounds to FP8 as f / scale, rounded to nearest, does. With a correctly rounded reciprocal
+// one correction of the product gives that quotient (Markstein, 1990) as long as the remainder can
+// be represented; it takes a third of the instructions of a division. Quotients that round to zero
+// stay as they are, with their sign.
 __device__ __forceinline__ void divide(float (&f)[kFp8Columns], float scale) {
   constexpr float kLargeScale = 0x1p90f, kRoundsToZero = 0x1p-12f;
   if (!(scale > 1 / kLargeScale && scale < kLargeScale)) {  // NaN, too
