@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 LAYOUT = "MOE_EP_LAYOUT"
 BACKEND = "MOE_EP_BACKEND"
@@ -23,6 +24,21 @@ def layout_path() -> str | None:
 def backend() -> str | None:
     """Backend that replaces the layout's own `backend`."""
     return os.environ.get(BACKEND) or None
+
+
+@contextmanager
+def chosen_backend(name: str) -> Iterator[None]:
+    """Makes `backend` return the name meanwhile; "auto" leaves the choice as it is."""
+    before = os.environ.get(BACKEND)
+    if name != "auto":
+        os.environ[BACKEND] = name
+    try:
+        yield
+    finally:
+        if name != "auto":
+            os.environ.pop(BACKEND)
+        if before is not None:
+            os.environ[BACKEND] = before
 
 
 def timeout_s() -> float | None:

@@ -117,7 +117,7 @@ class LowLatencyVerbs:
             "one_ending": not (async_finish and return_recv_hook),
         }
         (tensors, handle, hook), event = self._run(
-            lambda: _flat(*low_latency.dispatch(arguments, self.num_sms)),
+            lambda: _flat(*low_latency.dispatch(arguments, self.num_sms, not return_recv_hook)),
             tuple(arguments.values()),
             async_finish,
             return_recv_hook,
@@ -138,6 +138,8 @@ class LowLatencyVerbs:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        block_signals: Tensor | None = None,
+        block_signal_value: int = 1,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Returns expert rows to their tokens and adds them up with their weights.
 
@@ -146,8 +148,19 @@ class LowLatencyVerbs:
             topk_idx: [T, K], as dispatched. topk_weights: [T, K] fp32.
             handle: of that dispatch.
             use_logfmt: must be false.
-            zero_copy: no effect: rows are sent from where they are.
+            zero_copy: the rows are in the buffer that `get_next_low_latency_combine_buffer` gave
+                last for this handle, whatever x holds. Their readers then take them from there.
             out: [T, H] bf16, contiguous, for the result.
+            block_signals: [L] or [L, B] int32. Rows b*N/B to (b+1)*N/B of an expert are sent as
+                soon as its signal b has reached block_signal_value, so that the combine can be
+                called before the rows are there: whoever computes them, on another stream, writes
+                a block and then raises its signal (a release of device scope, or at a kernel's
+                end). Blocks are sent in ascending order; those that hold no row are not waited
+                for. The combine only reads the signals. The caller zeroes them before the rows of
+                the next combine are computed (in a captured graph, too), launches that work before
+                the combine (streams may share a hardware queue: CUDA_DEVICE_MAX_CONNECTIONS), and
+                leaves SMs for it: `Buffer.set_num_sms`. Backend reference waits on the host.
+            block_signal_value: what a signal counts up to.
             combine_wait_recv_cost_stats, async_finish, return_recv_hook: see the dispatch.
 
         Returns:
@@ -156,6 +169,8 @@ class LowLatencyVerbs:
 
         Raises:
             As `low_latency_dispatch`; OrderError: the dispatch has not been received yet.
+            PeerTimeoutError: a signal was not raised in time; names the expert and the block (on
+                backend cuda at a later call).
         """
         low_latency = self._in_low_latency_mode()
         arguments = {
@@ -166,10 +181,15 @@ class LowLatencyVerbs:
             "out": out,
             "wait_stats": combine_wait_recv_cost_stats,
             "one_ending": not (async_finish and return_recv_hook),
+            "zero_copy": zero_copy,
+            "block_signals": block_signals,
+            "block_signal_value": block_signal_value,
         }
 
         def send() -> tuple[Tensor, None, Receive]:
-            total, receive = low_latency.combine(handle, arguments, self.num_sms)
+            total, receive = low_latency.combine(
+                handle, arguments, self.num_sms, not return_recv_hook
+            )
             return total, None, receive
 
         (total, _, hook), event = self._run(
@@ -178,17 +198,17 @@ class LowLatencyVerbs:
         return total, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """[L, N, H] bf16 for the expert rows of the next combine, which may be any other tensor.
+        """[L, N, H] bf16 for the expert rows of the handle's next combine with zero_copy.
+
+        With backend cuda it lies in symmetric memory where one of the two places for it is free,
+        and a combine copies nothing. Ask again before each combine: the rows of the last one may
+        still be read by a peer, and the current stream waits for that if need be. It is not to be
+        used after `destroy`.
 
         Args:
             handle: of the dispatch whose rows they are.
         """
-        low_latency = self._in_low_latency_mode()
-        checks.check_handle(handle, LowLatencyHandle, low_latency, received=False)
-        source = handle[0]
-        return torch.empty(
-            *source.shape, handle.shape.hidden, dtype=torch.bfloat16, device=source.device
-        )
+        return self._in_low_latency_mode().combine_buffer(handle)
 
     def _in_low_latency_mode(self) -> LowLatency:
         if self._low_latency is None:

@@ -141,6 +141,9 @@ def combine_inputs(
     out: Any,
     wait_stats: Any,
     one_ending: bool,
+    zero_copy: bool,
+    block_signals: Any,
+    block_signal_value: Any,
 ) -> CombineInputs:
     """This rank's part, checked. handle: a LowLatencyHandle."""
     shape: Shape = handle.shape
@@ -161,9 +164,38 @@ def combine_inputs(
     if not out.is_contiguous() or out.data_ptr() % ROW_ALIGNMENT:
         raise ValueError(f"out must be contiguous and begin at a multiple of {ROW_ALIGNMENT} bytes")
     _check_stats("combine_wait_recv_cost_stats", wait_stats, torch.int64, num_ranks)
-    for tensor in (x, topk_idx, topk_weights, out, wait_stats):
+    if zero_copy:
+        x = handle.combine_buffer
+        if x is None:
+            raise ValueError(
+                "zero_copy=True, but there is no buffer with rows: write them to what "
+                "get_next_low_latency_combine_buffer(handle) returns before each such combine"
+            )
+    signals = _block_signals(shape, num_ranks, block_signals, block_signal_value)
+    for tensor in (x, topk_idx, topk_weights, out, wait_stats, signals):
         _check_place(device or handle[0].device, tensor)
-    return CombineInputs(x, topk_idx, topk_weights, out, wait_stats)
+    return CombineInputs(
+        x, topk_idx, topk_weights, out, wait_stats, zero_copy, signals, block_signal_value
+    )
+
+
+def _block_signals(shape: Shape, num_ranks: int, signals: Any, value: Any) -> Tensor | None:
+    """[L, B], checked."""
+    if signals is None:
+        return None
+    local, num_rows = _local(shape, num_ranks), shape.num_rows(num_ranks)
+    if isinstance(signals, Tensor) and signals.dim() == 1:
+        signals = signals.unsqueeze(1)
+    _check_tensor("block_signals", signals, (torch.int32,), 2)
+    blocks = signals.shape[1]
+    if len(signals) != local or blocks == 0 or num_rows % blocks or not signals.is_contiguous():
+        raise ValueError(
+            f"block_signals is {list(signals.shape)}; it must be contiguous, [{local}] or "
+            f"[{local}, blocks] with as many blocks as divide {num_rows} rows"
+        )
+    if not isinstance(value, int) or not 1 <= value <= _MOST_ROWS:
+        raise ValueError(f"block_signal_value={value!r}; it must be 1 to {_MOST_ROWS}")
+    return signals
 
 
 def _local(shape: Shape, num_ranks: int) -> int:

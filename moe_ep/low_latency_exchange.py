@@ -47,6 +47,7 @@ class LowLatencyHandle(tuple[Any, ...]):
     owner: object
     num_tokens: int
     received: bool
+    combine_buffer: Tensor | None  # for the next combine with zero_copy
 
     @classmethod
     def of(
@@ -56,6 +57,7 @@ class LowLatencyHandle(tuple[Any, ...]):
         handle = cls((result.src_info, result.layout_range, *facts))
         handle.shape, handle.plan, handle.owner = shape, plan, owner
         handle.num_tokens, handle.received = num_tokens, False
+        handle.combine_buffer = None
         return handle
 
 
@@ -91,10 +93,17 @@ class LowLatency:
         """Where tensors must be; None: anywhere."""
         return self._backend.device
 
+    @property
+    def backend_name(self) -> str:
+        return self._backend.name
+
     def dispatch(
-        self, arguments: dict[str, Any], num_sms: int
+        self, arguments: dict[str, Any], num_sms: int, at_once: bool
     ) -> tuple[Result, LowLatencyHandle, Receive]:
-        """Sends. See `moe_ep.low_latency` for the arguments."""
+        """Sends. See `moe_ep.low_latency` for the arguments.
+
+        at_once: the receiving half is called immediately.
+        """
         call = self._call("low_latency_dispatch")
         shape = outgoing = None
         try:
@@ -104,7 +113,7 @@ class LowLatency:
             call.error = error
         shape, tag = self._agree(shape, call)
         self._backend.num_sms = num_sms
-        result, plan, receive = self._backend.dispatch(shape, tag, outgoing, call)
+        result, plan, receive = self._backend.dispatch(shape, tag, outgoing, call, at_once)
         assert outgoing is not None
         handle = LowLatencyHandle.of(result, shape, plan, self, len(outgoing.x))
 
@@ -115,9 +124,9 @@ class LowLatency:
         return result, handle, self._track(call, finish)
 
     def combine(
-        self, handle: Any, arguments: dict[str, Any], num_sms: int
+        self, handle: Any, arguments: dict[str, Any], num_sms: int, at_once: bool
     ) -> tuple[Tensor, Receive]:
-        """Sends. See `moe_ep.low_latency` for the arguments.
+        """Sends. See `moe_ep.low_latency` for the arguments, `dispatch` for at_once.
 
         Returns:
             The tensor that receiving fills, and the receiving half.
@@ -131,9 +140,19 @@ class LowLatency:
             call.error = error
         tag = self._agreed.index(handle.shape) % _NUM_TAGS
         self._backend.num_sms = num_sms
-        receive = self._backend.combine(handle.shape, tag, handle.plan, inputs, call)
+        receive = self._backend.combine(handle.shape, tag, handle.plan, inputs, call, at_once)
         assert inputs is not None
+        handle.combine_buffer = None
         return inputs.out, self._track(call, receive)
+
+    def combine_buffer(self, handle: Any) -> Tensor:
+        """[L, N, H] bf16 for the rows of the handle's next combine with zero_copy."""
+        checks.check_handle(handle, LowLatencyHandle, self, received=False)
+        if self._destroyed:
+            raise BrokenError(f"rank {self.rank}: a combine buffer after destroy()")
+        buffer = self._backend.combine_buffer(handle.shape, handle.plan, handle[0].device)
+        handle.combine_buffer = buffer
+        return buffer
 
     def destroy(self) -> None:
         """Frees everything. Idempotent; does not wait for a dead peer."""

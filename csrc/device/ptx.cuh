@@ -72,6 +72,29 @@ __device__ __forceinline__ void store_row8(void* address, const uint2& v) {
                : "memory");
 }
 
+// For rows that nobody reads again: they leave the L2 cache before anything else does.
+__device__ __forceinline__ uint4 load_row16_evict_first(const void* address) {
+  uint4 v;
+  asm volatile(
+      "{\n\t"
+      ".reg .b64 policy;\n\t"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
+      "ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], policy;\n\t"
+      "}"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(address)
+      : "memory");
+  return v;
+}
+
+// Where a launch may begin before the kernel ahead of it in its stream has ended (compute
+// capability 9.0): waits for that end and for all that it wrote. Otherwise nothing.
+__device__ __forceinline__ void wait_for_stream() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ uint64_t global_nanoseconds() {
   uint64_t value;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));

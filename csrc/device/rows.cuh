@@ -44,7 +44,8 @@ __device__ __forceinline__ void zero_bytes(char* target, int64_t bytes, int lane
   }
 }
 
-// Rows to be summed: lane i knows row i and its weight. `count` <= 32 is the same in all lanes.
+// Rows to be summed: lane i knows row i and its weight. `count` <= 32 is the same in all lanes. Any
+// type with `at`, `weight_of`, `load` and `count` will do below.
 struct RowSet {
   const char* base;  // of row 0, at the first byte of the piece
   int64_t row_bytes;
@@ -57,6 +58,9 @@ struct RowSet {
   }
   __device__ __forceinline__ float weight_of(int i) const {
     return __shfl_sync(0xffffffffu, weight, i);
+  }
+  __device__ __forceinline__ uint4 load(const char* address, bool wanted) const {
+    return load_or_zero(address, wanted);
   }
 };
 
@@ -72,8 +76,8 @@ __device__ __forceinline__ void add_vector(float (&sum)[kPerVector<T>], const ui
 }
 
 // Sums kRows rows, as many vectors of each at a time as make about eight loads.
-template <typename T, bool kWeighted, int kRows>
-__device__ __forceinline__ void sum_few(const RowSet& rows, char* target, int vectors, int lane) {
+template <typename T, bool kWeighted, int kRows, typename Rows>
+__device__ __forceinline__ void sum_few(const Rows& rows, char* target, int vectors, int lane) {
   constexpr int kUnroll = kVectorsPerLane / kRows;
   const char* at[kRows];
   float weight[kRows];
@@ -90,7 +94,7 @@ __device__ __forceinline__ void sum_few(const RowSet& rows, char* target, int ve
       const int index = first + u * kWarp;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        v[u][i] = load_or_zero(at[i] + index * kVectorBytes, index < vectors);
+        v[u][i] = rows.load(at[i] + index * kVectorBytes, index < vectors);
       }
     }
 #pragma unroll
@@ -106,8 +110,8 @@ __device__ __forceinline__ void sum_few(const RowSet& rows, char* target, int ve
 }
 
 // Sums any number of rows, eight at a time.
-template <typename T, bool kWeighted>
-__device__ __forceinline__ void sum_many(const RowSet& rows, char* target, int vectors, int lane) {
+template <typename T, bool kWeighted, typename Rows>
+__device__ __forceinline__ void sum_many(const Rows& rows, char* target, int vectors, int lane) {
   constexpr int kGroup = 8;
 #pragma unroll 1
   for (int first = 0; first < vectors; first += kWarp) {
@@ -120,7 +124,7 @@ __device__ __forceinline__ void sum_many(const RowSet& rows, char* target, int v
       for (int i = 0; i < kGroup; ++i) {
         const bool wanted = begin + i < rows.count;
         const char* at = rows.at(wanted ? begin + i : 0);
-        v[i] = load_or_zero(at + index * kVectorBytes, wanted && index < vectors);
+        v[i] = rows.load(at + index * kVectorBytes, wanted && index < vectors);
       }
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
@@ -134,8 +138,8 @@ __device__ __forceinline__ void sum_many(const RowSet& rows, char* target, int v
 }
 
 // target = sum of the rows in order, in fp32, rounded once. A single row is copied as it is.
-template <typename T, bool kWeighted>
-__device__ __forceinline__ void sum_rows(const RowSet& rows, char* target, int vectors, int lane) {
+template <typename T, bool kWeighted, typename Rows>
+__device__ __forceinline__ void sum_rows(const Rows& rows, char* target, int vectors, int lane) {
   if (rows.count == 1 && !kWeighted) {
     Piece piece;
     load_piece(piece, rows.at(0), vectors, lane);

@@ -1,5 +1,5 @@
-// Low-latency mode: dispatch and combine, each as a send and a receive that occupy nothing in
-// between.
+// Low-latency mode: dispatch and combine, each with a send and a receive. One launch does either,
+// with nothing on the GPU in between, or both.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,28 +14,38 @@ namespace moe_ep {
 constexpr Phase kPhaseBufferFree = static_cast<Phase>(32);     // peers still read the buffer
 constexpr Phase kPhaseDispatchReady = static_cast<Phase>(33);  // rows of the peer
 constexpr Phase kPhaseCombineReady = static_cast<Phase>(34);   // expert rows of the peer
+// The caller's own signal that expert rows can be sent. In place of words the fault has: expected,
+// local expert << 32 | block; seen, the signal.
+constexpr Phase kPhaseBlockSignal = static_cast<Phase>(35);
+
+// Bits: what a launch does. One that does both waits for its own blocks as it does for its peers':
+// all must be on the GPU together.
+constexpr int kSend = 1, kReceive = 2;
+constexpr int kLowLatencyThreads = 512;  // of a block
 
 struct LowLatencyView {
   CommView comm;  // its layout and its limits are not used
   LowLatencyLayout layout;
   LowLatencyShape shape;
-  uint32_t tag;  // of this kind of operation and shape, below 1 << kWordTagBits
+  uint32_t tag;      // of this kind of operation and shape, below 1 << kWordTagBits
+  int32_t parts;     // kSend and kReceive
+  uint64_t* ticket;  // written by a send alone, read by a receive alone: the operation's number
 };
 
 // Indices of a row's source, and scales of a result, are laid out as DeepEP V1 does.
 // N = R*Tmax rows per local expert.
 struct LowLatencyDispatchArgs {
   LowLatencyView view;
-  int32_t fp8;       // rows travel as FP8
-  uint64_t* ticket;  // written by send, read by receive: the operation's number
+  int32_t fp8;  // rows travel as FP8
   // Send.
   const char* x;         // [T, H] bf16
   const void* topk_idx;  // int32 or int64 [T, K], -1 unused
   int32_t topk_is_64_bit;
   int32_t num_tokens;           // T
   int32_t power_of_two_scales;  // FP8
-  int32_t* counts;              // scratch [E+1]
+  int32_t* index;               // [T, K] written: Route::index, for the combine
   // Receive.
+  RowShape row_shape;      // of the rows that travel
   char* rows;              // [L, N, H] bf16 or FP8
   void* scales;            // FP8: fp32 [L, H/128, N], or int32 [L, H/512, N] with pack_scales
   int32_t pack_scales;     // 1: four exponents in one int32
@@ -49,27 +59,56 @@ struct LowLatencyDispatchArgs {
 
 struct LowLatencyCombineArgs {
   LowLatencyView view;
-  uint64_t* ticket;
   // Send.
+  RowShape send_shape;
   const char* x;                // [L, N, H] bf16
   const int32_t* slots;         // of the dispatch
   const int64_t* layout_range;  // of the dispatch
+  int32_t expert_out;           // 1 or 2: x is that one of this rank's `expert_out`. 0: elsewhere
+  // [L, blocks_per_expert] or null: block b of an expert, its rows from b*N/blocks_per_expert on,
+  // may be sent once its signal has reached signal_value.
+  const uint32_t* block_signals;
+  int32_t blocks_per_expert;
+  uint32_t signal_value;
   // Receive.
+  RowShape sum_shape;
   const void* topk_idx;  // int32 or int64 [T, K]
   int32_t topk_is_64_bit;
   const float* topk_weights;  // [T, K]
+  const int32_t* index;       // [T, K] of the dispatch
   int32_t num_tokens;
   char* out;               // [T, H] bf16
   int64_t* waiting_stats;  // [R] or null
 };
 
-cudaError_t launch_low_latency_dispatch_send(const LowLatencyDispatchArgs& args, int num_blocks,
-                                             cudaStream_t stream);
-cudaError_t launch_low_latency_dispatch_receive(const LowLatencyDispatchArgs& args, int num_blocks,
-                                                cudaStream_t stream);
-cudaError_t launch_low_latency_combine_send(const LowLatencyCombineArgs& args, int num_blocks,
-                                            cudaStream_t stream);
-cudaError_t launch_low_latency_combine_receive(const LowLatencyCombineArgs& args, int num_blocks,
+struct LowLatencyLaunch {
+  int num_blocks;  // at most kMaxLowLatencyBlocks
+  cudaStream_t stream;
+  // Compute capability 9.0: the launch is made while the kernel ahead of it in the stream runs, and
+  // waits for its end on the device.
+  bool early;
+
+  template <typename Args>
+  cudaError_t run(void (*kernel)(Args), const Args& args) const {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(num_blocks);
+    config.blockDim = dim3(kLowLatencyThreads);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = early ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, args);
+  }
+};
+
+cudaError_t launch_low_latency_dispatch(const LowLatencyDispatchArgs& args,
+                                        const LowLatencyLaunch& launch);
+cudaError_t launch_low_latency_combine(const LowLatencyCombineArgs& args,
+                                       const LowLatencyLaunch& launch);
+// Waits until no peer reads that one (1 or 2) of this rank's `expert_out` any more.
+cudaError_t launch_low_latency_wait_expert_out(const LowLatencyView& view, int expert_out,
                                                cudaStream_t stream);
 
 }  // namespace moe_ep

@@ -1,213 +1,206 @@
-// Low-latency dispatch. Every rank writes its rows to fixed slots [local expert][source rank][slot]
-// of the peers; the slot of a (token, expert) is its index among this rank's tokens for the expert,
-// so results repeat bit for bit. The receiver packs the rows in order of source rank, then token.
+// Low-latency dispatch. Every rank stages its rows once, as they travel, with the routes of their
+// tokens; a receiver reads each row that it wants once and writes it to all its experts, packed in
+// order of source rank, then token. The place of a (token, expert) among its rank's rows for the
+// expert is the number of them before it, so results repeat bit for bit.
+#include "device/quantize.cuh"
 #include "kernels/low_latency_signals.cuh"
 
 namespace moe_ep {
 namespace {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr int kPairs = 2048;  // (token, k) pairs whose slots a block works out at a time
-constexpr int kColumns = 8;   // of a 16-byte vector of bf16
-constexpr int kLanesPerScale = kFp8Block / kColumns;
 
 // -- send -----------------------------------------------------------------------------------------
 
+constexpr int kPairs = 2048;  // (token, k) pairs that a block routes at a time
+
 // A block's knowledge of the routing, in shared memory.
 struct Routing {
-  int32_t next[kMaxExperts + 1];  // next free slot of each expert; [E] counts what is bad
-  int32_t slot[kPairs];           // of the pairs at hand, -1: nothing is sent
+  int32_t next[kMaxExperts + 1];  // next free place of each expert; [E] counts what is bad
+  int32_t expert[kPairs];         // of the pairs at hand, -1: unused, E: bad
+  int32_t index[kPairs];          // their places, -1: nothing is sent
 };
 
-// The expert of pair `i`, -1 where it is unused, E where it is bad.
-__device__ __forceinline__ int expert_of(const LowLatencyDispatchArgs& args, int64_t i) {
-  const int expert = load_expert(args.topk_idx, args.topk_is_64_bit != 0, i);
-  return min(expert, args.view.shape.num_experts);
+// The tokens of a block: [begin, end), `step` of them routed at a time.
+struct Share {
+  int begin, end, step;
+};
+
+__device__ __forceinline__ Share share_of_block(const LowLatencyDispatchArgs& args) {
+  const int per_block = static_cast<int>(ceil_div(args.num_tokens, gridDim.x));
+  const int begin = min(static_cast<int>(blockIdx.x) * per_block, args.num_tokens);
+  return {begin, min(begin + per_block, args.num_tokens), kPairs / args.view.shape.num_slots};
 }
 
-// Counts the pairs before this block's own. All threads call it.
-__device__ void count_before(const LowLatencyDispatchArgs& args, Routing& routing, int64_t pairs) {
-  for (int i = threadIdx.x; i <= args.view.shape.num_experts; i += kLowLatencyThreads) {
-    routing.next[i] = 0;
+// What a warp loads of rows before it stores any: units of 32 vectors, one of each lane.
+constexpr int kUnits = 8;
+struct RowUnits {
+  uint4 v[kUnits];
+};
+
+// Units u, u + kLowLatencyWarps, ... of the block's rows.
+__device__ __forceinline__ void load_units(const LowLatencyDispatchArgs& args, const Share& share,
+                                           int units_per_row, int u, RowUnits& out) {
+  const int vectors = args.view.shape.hidden / kFp8Columns;
+  const int total = (share.end - share.begin) * units_per_row;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const int unit = u + i * kLowLatencyWarps;
+    const int vector = unit % units_per_row * kWarp + static_cast<int>(threadIdx.x) % kWarp;
+    const int64_t token = share.begin + unit / units_per_row;
+    out.v[i] = load_or_zero(args.x + (token * vectors + vector) * kVectorBytes,
+                            unit < total && vector < vectors);
   }
-  __syncthreads();
-  for (int64_t i = threadIdx.x; i < pairs; i += kLowLatencyThreads) {
-    const int expert = expert_of(args, i);
-    if (expert >= 0) atomicAdd(&routing.next[expert], 1);  // a count: the order doesn't matter
-  }
-  __syncthreads();
 }
 
-// Gives pairs [first, first + count) their slots, in order. One warp calls it.
-__device__ void assign_slots(const LowLatencyDispatchArgs& args, Routing& routing, int64_t first,
-                             int count) {
-  const LowLatencyShape& shape = args.view.shape;
+template <bool kFp8>
+__device__ __forceinline__ void stage_units(const LowLatencyDispatchArgs& args, const Share& share,
+                                            const LowLatencyBuffer& buffer, int units_per_row,
+                                            int u, const RowUnits& units) {
+  const LowLatencyView& view = args.view;
+  const int vectors = view.shape.hidden / kFp8Columns;
+  const int total = (share.end - share.begin) * units_per_row;
+  char* rows = view.comm.peers[view.comm.rank] + buffer.rows;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const int unit = u + i * kLowLatencyWarps;
+    if (unit >= total) break;  // of the whole warp
+    const int vector = unit % units_per_row * kWarp + static_cast<int>(threadIdx.x) % kWarp;
+    char* row = rows + (share.begin + unit / units_per_row) * view.layout.row_bytes;
+    if (!kFp8) {
+      if (vector < vectors) ptx::store_row16(row + vector * kVectorBytes, units.v[i]);
+      continue;
+    }
+    float f[kFp8Columns], scale;
+    unpack(units.v[i], f, __nv_bfloat16());
+    const uint2 q = quantize_vector(f, args.power_of_two_scales != 0, scale);
+    if (vector >= vectors) continue;
+    ptx::store_row8(row + vector * kFp8Columns, q);
+    if (vector % kLanesPerScale != 0) continue;
+    reinterpret_cast<float*>(row + view.shape.hidden)[vector / kLanesPerScale] = scale;
+  }
+}
+
+// Loads the experts of pairs [first, first + count) and counts those before `first`, if asked to.
+// All threads call it; a barrier must follow.
+__device__ __forceinline__ void load_experts(const LowLatencyDispatchArgs& args, Routing& routing,
+                                             int64_t first, int count, bool count_before) {
+  const int64_t begin = count_before ? 0 : first;
+  for (int64_t i = begin + threadIdx.x; i < first + count; i += kLowLatencyThreads) {
+    const int expert =
+        min(load_expert(args.topk_idx, args.topk_is_64_bit != 0, i), args.view.shape.num_experts);
+    if (i >= first) {
+      routing.expert[i - first] = expert;
+    } else if (expert >= 0) {
+      atomicAdd(&routing.next[expert], 1);  // a count: the order doesn't matter
+    }
+  }
+}
+
+// Gives `count` pairs their places, in order. One warp calls it.
+__device__ __forceinline__ void assign_places(const LowLatencyShape& shape, Routing& routing,
+                                              int count) {
   const uint32_t lane = threadIdx.x % kWarp, lower = (1u << lane) - 1;
   for (int begin = 0; begin < count; begin += kWarp) {
     const int i = begin + static_cast<int>(lane);
-    const int expert = i < count ? expert_of(args, first + i) : -1;
+    const int expert = i < count ? routing.expert[i] : -1;
     const uint32_t same = __match_any_sync(kAllLanes, expert);
-    const int slot = expert < 0 ? -1 : routing.next[expert] + __popc(same & lower);
+    const int index = expert < 0 ? -1 : routing.next[expert] + __popc(same & lower);
     __syncwarp();
-    if (expert >= 0 && same >> lane == 1) routing.next[expert] = slot + 1;  // its highest lane
+    if (expert >= 0 && same >> lane == 1) routing.next[expert] = index + 1;  // its highest lane
     __syncwarp();
-    const bool sent = slot >= 0 && slot < shape.max_tokens && expert < shape.num_experts;
-    if (i < count) routing.slot[i] = sent ? slot : -1;
+    const bool sent = index >= 0 && index < shape.max_tokens && expert < shape.num_experts;
+    if (i < count) routing.index[i] = sent ? index : -1;
   }
 }
 
-// Quantises one vector of a lane, bit for bit as moe_ep/quant.py; 16 lanes share a scale. All lanes
-// of the warp call it.
-__device__ __forceinline__ uint2 quantize(const uint4& v, bool power_of_two, float& scale) {
-  float f[kColumns];
-  unpack(v, f, __nv_bfloat16());
-  uint32_t amax = 0;
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) amax = max(amax, __float_as_uint(f[j]) & 0x7fffffffu);
-#pragma unroll
-  for (int step = kLanesPerScale / 2; step > 0; step /= 2) {
-    amax = max(amax, __shfl_xor_sync(kAllLanes, amax, step));
-  }
-  scale = fp8_scale(amax, power_of_two);
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) f[j] = __fdiv_rn(f[j], scale);
-  return {fp8_quad(f[0], f[1], f[2], f[3]), fp8_quad(f[4], f[5], f[6], f[7])};
-}
-
-struct Fp8Piece {
-  uint2 q[kVectorsPerLane];
-  float scale[kVectorsPerLane];
-};
-
-__device__ __forceinline__ void quantize_piece(const Piece& piece, bool power_of_two,
-                                               Fp8Piece& out) {
-#pragma unroll
-  for (int i = 0; i < kVectorsPerLane; ++i) {
-    out.q[i] = quantize(piece.v[i], power_of_two, out.scale[i]);
-  }
-}
-
-// The row begins at `row`; `first` is the piece's first vector.
-__device__ __forceinline__ void store_fp8_piece(const Fp8Piece& piece, char* row, int hidden,
-                                                int first, int vectors, int lane) {
-#pragma unroll
-  for (int i = 0; i < kVectorsPerLane; ++i) {
-    if (i * kWarp + lane >= vectors) continue;
-    const int vector = first + i * kWarp + lane;
-    ptx::store_row8(row + vector * kColumns, piece.q[i]);
-    if (lane % kLanesPerScale != 0) continue;
-    reinterpret_cast<float*>(row + hidden)[vector / kLanesPerScale] = piece.scale[i];
-  }
-}
-
-// Sends the rows of tokens [first, first + count), whose slots are known. All warps call it.
-template <bool kFp8>
-__device__ void send_rows(const LowLatencyDispatchArgs& args, const RowShape& row_shape,
-                          const LowLatencyBuffer& buffer, const Routing& routing, int first,
-                          int count) {
+// Publishes the routes of the block's tokens. Afterwards `routing.next` counts them and all tokens
+// before them. All threads call it.
+__device__ void stage_routes(const LowLatencyDispatchArgs& args, const Share& share,
+                             const LowLatencyBuffer& buffer, Routing& routing) {
   const LowLatencyView& view = args.view;
-  const LowLatencyShape& shape = view.shape;
-  const int lane = threadIdx.x % kWarp;
-  const int local = shape.num_experts / shape.num_ranks;
-  for (int u = threadIdx.x / kWarp; u < count * row_shape.pieces; u += kLowLatencyWarps) {
-    const int index = u / row_shape.pieces, piece_index = u % row_shape.pieces;
-    const int vectors = row_shape.vectors_of(piece_index);
-    const int64_t offset = row_shape.offset_of(piece_index);
-    Piece piece;
-    load_piece(piece, args.x + (first + index) * row_shape.row_bytes + offset, vectors, lane);
-    // Lane k holds the destination of slot k.
-    int32_t place = -1, peer = 0;
-    if (lane < shape.num_slots) {
-      const int slot = routing.slot[index * shape.num_slots + lane];
-      const int64_t pair = static_cast<int64_t>(first + index) * shape.num_slots + lane;
-      if (slot >= 0) {
-        const int expert = expert_of(args, pair);
-        peer = expert / local;
-        place = (expert % local * shape.num_ranks + view.comm.rank) * shape.max_tokens + slot;
-        if (piece_index == 0) {
-          reinterpret_cast<int32_t*>(view.comm.peers[peer] + buffer.slots)[place] =
-              static_cast<int32_t>(pair);
-        }
-      }
+  const int slots = view.shape.num_slots;
+  Route* routes = reinterpret_cast<Route*>(view.comm.peers[view.comm.rank] + buffer.routes);
+  for (int token = share.begin; token < share.end; token += share.step) {
+    const int64_t first = static_cast<int64_t>(token) * slots;
+    const int count = min(share.step, share.end - token) * slots;
+    if (token != share.begin) {
+      __syncthreads();
+      load_experts(args, routing, first, count, false);
+      __syncthreads();
     }
-    Fp8Piece quantized;
-    if (kFp8) quantize_piece(piece, args.power_of_two_scales != 0, quantized);
-#pragma unroll 1
-    for (int k = 0; k < shape.num_slots; ++k) {
-      const int64_t at = __shfl_sync(kAllLanes, place, k);
-      if (at < 0) continue;
-      char* row = view.comm.peers[__shfl_sync(kAllLanes, peer, k)] + buffer.rows +
-                  at * view.layout.row_bytes;
-      if (kFp8) {
-        store_fp8_piece(quantized, row, shape.hidden, static_cast<int>(offset) / kVectorBytes,
-                        vectors, lane);
-      } else {
-        store_piece(piece, row + offset, vectors, lane);
-      }
+    if (threadIdx.x < kWarp) assign_places(view.shape, routing, count);
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += kLowLatencyThreads) {
+      const int index = routing.index[i];
+      routes[first + i] = {index < 0 ? -1 : routing.expert[i], index};
+      args.index[first + i] = index;
     }
   }
 }
 
-// Tells every peer how many rows it got for each of its experts. Called by all threads of the last
-// block to arrive.
+// Tells every peer how many rows it gets for each of its experts. Called by the block that counted
+// all tokens.
 __device__ void signal_counts(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
-                              uint64_t operation) {
+                              const Routing& routing, uint64_t operation) {
   const LowLatencyView& view = args.view;
   const LowLatencyShape& shape = view.shape;
   const int local = shape.num_experts / shape.num_ranks;
-  bool bad = view.comm.bad_input != 0 || __ldcg(args.counts + shape.num_experts) != 0;
+  bool bad = view.comm.bad_input != 0 || routing.next[shape.num_experts] != 0;
   for (int i = threadIdx.x; i < shape.num_experts; i += kLowLatencyThreads) {
-    bad = bad || __ldcg(args.counts + i) > shape.max_tokens;
+    bad = bad || routing.next[i] > shape.max_tokens;
   }
   bad = __syncthreads_or(bad) != 0;
   for (int i = threadIdx.x; i < shape.num_experts; i += kLowLatencyThreads) {
     // Starting with this rank's own experts: no two ranks begin with the same peer.
     const int expert = (i + view.comm.rank * local) % shape.num_experts;
-    const int count = min(__ldcg(args.counts + expert), shape.max_tokens);
+    const int count = min(routing.next[expert], shape.max_tokens);
     const int place = expert % local * shape.num_ranks + view.comm.rank;
-    ptx::store_release_system(word_at(view, expert / local, buffer.dispatch_ready, place),
+    ptx::store_relaxed_system(word_at(view, expert / local, buffer.counts, place),
                               ready_word(operation, view.tag, bad, count));
   }
+  signal_senders(view, operation, gridDim.x, args.num_tokens);
   if (bad && threadIdx.x == 0) view.comm.host->bad_peer = view.comm.rank + 1;
 }
 
 template <bool kFp8>
-__global__ void __launch_bounds__(kLowLatencyThreads, 1)
-    dispatch_send_kernel(const __grid_constant__ LowLatencyDispatchArgs args,
-                         const __grid_constant__ RowShape row_shape) {
-  __shared__ Routing routing;
+__device__ bool send(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
+                     Routing& routing, uint64_t operation) {
   const LowLatencyView& view = args.view;
-  const CommView& comm = view.comm;
-  if (is_aborted(comm)) return;
-  const uint64_t operation = comm.control->operation + 1;
-  const LowLatencyBuffer& buffer = buffer_of(view, operation);
-  const int tokens = args.num_tokens, slots = view.shape.num_slots;
-  const int per_block = static_cast<int>(ceil_div(tokens, gridDim.x));
-  const int begin = min(static_cast<int>(blockIdx.x) * per_block, tokens);
-  const int end = min(begin + per_block, tokens);
-  count_before(args, routing, static_cast<int64_t>(begin) * slots);
-  if (!wait_buffer_free(view, operation)) return;
-  const int step = kPairs / slots;
-  for (int first = begin; first < end; first += step) {
-    const int count = min(step, end - first);
-    if (threadIdx.x < kWarp) {
-      assign_slots(args, routing, static_cast<int64_t>(first) * slots, count * slots);
-    }
-    __syncthreads();
-    send_rows<kFp8>(args, row_shape, buffer, routing, first, count);
-    __syncthreads();
+  const Share share = share_of_block(args);
+  const int warp = threadIdx.x / kWarp;
+  const int units = static_cast<int>(ceil_div(view.shape.hidden / kFp8Columns, kWarp));
+  RowUnits row_units;
+  load_units(args, share, units, warp, row_units);
+  for (int i = threadIdx.x; i <= view.shape.num_experts; i += kLowLatencyThreads) {
+    routing.next[i] = 0;
   }
-  if (blockIdx.x == gridDim.x - 1) {  // after the last token: its counts are the totals
-    for (int i = threadIdx.x; i <= view.shape.num_experts; i += kLowLatencyThreads) {
-      args.counts[i] = routing.next[i];
-    }
+  __syncthreads();
+  const int at_first = min(share.step, share.end - share.begin) * view.shape.num_slots;
+  const bool is_free = poll_buffer_free(view, operation);
+  load_experts(args, routing, static_cast<int64_t>(share.begin) * view.shape.num_slots, at_first,
+               true);
+  if (__syncthreads_and(is_free) == 0) return false;
+  constexpr int kStep = kUnits * kLowLatencyWarps;
+  for (int u = warp; u < (share.end - share.begin) * units; u += kStep) {
+    if (u != warp) load_units(args, share, units, u, row_units);
+    stage_units<kFp8>(args, share, buffer, units, u, row_units);
   }
-  if (!arrive_last(&comm.control->arrived_stage)) return;
-  signal_counts(args, buffer, operation);
-  if (threadIdx.x == 0) finish_send(view, operation, args.ticket);
+  stage_routes(args, share, buffer, routing);
+  // The last block has counted all tokens.
+  if (blockIdx.x == gridDim.x - 1) signal_counts(args, buffer, routing, operation);
+  signal_block(view, operation);
+  return true;
 }
 
 // -- receive --------------------------------------------------------------------------------------
+
+// What a block knows of what arrives, in shared memory.
+struct Arrival {
+  // Rows of segment (local expert, source rank), then where they begin.
+  int32_t begin[kMaxExperts + 1];
+  Senders senders;
+};
 
 // Block 0 writes what describes the result.
 __device__ void describe(const LowLatencyDispatchArgs& args, const int32_t* begin) {
@@ -224,112 +217,157 @@ __device__ void describe(const LowLatencyDispatchArgs& args, const int32_t* begi
   }
 }
 
-// The scales of one row, column-major in the result. One warp calls it.
-__device__ __forceinline__ void unpack_scales(const LowLatencyDispatchArgs& args,
-                                              const float* scales, const PackedRow& row,
-                                              int64_t num_rows, int lane) {
-  const int num_scales = args.view.shape.hidden / kFp8Block;
+// A piece of a staged row, and for lane k the place of slot k's row in the result.
+struct Incoming {
+  int64_t token;
+  int32_t source, piece;
+  int32_t expert;    // local, -1: not here
+  int32_t position;  // within the expert
+};
+
+// The number of units is pieces * R * (most tokens of a source); beyond it nothing is here.
+__device__ __forceinline__ Incoming look_up(const LowLatencyDispatchArgs& args,
+                                            const Arrival& arrival, const LowLatencyBuffer& buffer,
+                                            int64_t u) {
+  const LowLatencyView& view = args.view;
+  const LowLatencyShape& shape = view.shape;
+  const int lane = threadIdx.x % kWarp, ranks = shape.num_ranks;
+  const int local = shape.num_experts / ranks;
+  const int64_t row = u / args.row_shape.pieces;
+  Incoming in{row / ranks, static_cast<int32_t>((view.comm.rank + row) % ranks),
+              static_cast<int32_t>(u % args.row_shape.pieces), -1, 0};
+  if (lane >= shape.num_slots || in.token >= arrival.senders.tokens[in.source]) return in;
+  const char* routes = view.comm.peers[in.source] + buffer.routes;
+  const uint2 route =
+      ptx::load_row8(reinterpret_cast<const Route*>(routes) + (in.token * shape.num_slots + lane));
+  const int expert = static_cast<int>(route.x) - view.comm.rank * local;
+  if (expert < 0 || expert >= local) return in;
+  in.expert = expert;
+  in.position = arrival.begin[expert * ranks + in.source] - arrival.begin[expert * ranks] +
+                static_cast<int>(route.y);
+  return in;
+}
+
+// Lane i's scale (or word of four scales) of the piece, and how many the piece has.
+struct PieceScales {
+  uint32_t bits;
+  int first, count;
+};
+
+__device__ __forceinline__ PieceScales load_scales(const LowLatencyDispatchArgs& args,
+                                                   const char* row, int first_vector, int vectors,
+                                                   int lane) {
+  const uint32_t* scales = reinterpret_cast<const uint32_t*>(row + args.view.shape.hidden);
+  constexpr int kVectorsPerScale = kFp8Block / kVectorBytes;
   if (args.pack_scales == 0) {
-    float* out = static_cast<float*>(args.scales) + row.position;
-    for (int i = lane; i < num_scales; i += kWarp) {
-      out[(static_cast<int64_t>(row.expert) * num_scales + i) * num_rows] = scales[i];
-    }
-    return;
+    const int first = first_vector / kVectorsPerScale, count = vectors / kVectorsPerScale;
+    return {lane < count ? scales[first + lane] : 0, first, count};
   }
-  const int words = num_scales / 4;
-  uint32_t* out = static_cast<uint32_t*>(args.scales) + row.position;
-  for (int i = lane; i < words; i += kWarp) {
-    uint32_t word = 0;
+  const int first = first_vector / (4 * kVectorsPerScale);
+  const int count = vectors / (4 * kVectorsPerScale);
+  uint32_t word = 0;
+  if (lane < count) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {  // of a power of two, the exponent is all there is
-      word |= (__float_as_uint(scales[4 * i + j]) >> 23 & 0xffu) << (8 * j);
+      word |= (scales[4 * (first + lane) + j] >> 23 & 0xffu) << (8 * j);
     }
-    out[(static_cast<int64_t>(row.expert) * words + i) * num_rows] = word;
+  }
+  return {word, first, count};
+}
+
+template <bool kFp8>
+__device__ __forceinline__ void pack_piece(const LowLatencyDispatchArgs& args, const Incoming& in,
+                                           const LowLatencyBuffer& buffer, int lane) {
+  const LowLatencyView& view = args.view;
+  const RowShape& row_shape = args.row_shape;
+  uint32_t wanted = __ballot_sync(kAllLanes, in.expert >= 0);
+  if (wanted == 0) return;
+  const int64_t num_rows = static_cast<int64_t>(view.shape.num_ranks) * view.shape.max_tokens;
+  const char* source = view.comm.peers[in.source] + buffer.rows + in.token * view.layout.row_bytes;
+  const int vectors = row_shape.vectors_of(in.piece);
+  const int64_t offset = row_shape.offset_of(in.piece);
+  Piece piece;
+  load_piece(piece, source + offset, vectors, lane);
+  PieceScales scales{};
+  if (kFp8) {
+    scales = load_scales(args, source, static_cast<int>(offset) / kVectorBytes, vectors, lane);
+  }
+  if (in.piece == 0 && in.expert >= 0) {
+    const int64_t to = in.expert * num_rows + in.position;
+    args.slots[to] = static_cast<int32_t>(in.token) * view.shape.num_slots + lane;
+    args.src_info[to] = static_cast<int32_t>(in.token);
+  }
+  const int scales_per_row = view.shape.hidden / kFp8Block / (args.pack_scales != 0 ? 4 : 1);
+#pragma unroll 1
+  for (; wanted != 0; wanted &= wanted - 1) {
+    const int k = __ffs(wanted) - 1;
+    const int64_t expert = __shfl_sync(kAllLanes, in.expert, k);
+    const int64_t position = __shfl_sync(kAllLanes, in.position, k);
+    char* row = args.rows + (expert * num_rows + position) * row_shape.row_bytes;
+    store_piece(piece, row + offset, vectors, lane);
+    if (kFp8 && lane < scales.count) {
+      const int64_t column = expert * scales_per_row + scales.first + lane;
+      static_cast<uint32_t*>(args.scales)[column * num_rows + position] = scales.bits;
+    }
   }
 }
 
 template <bool kFp8>
-__device__ void pack_rows(const LowLatencyDispatchArgs& args, const RowShape& row_shape,
-                          const LowLatencyBuffer& buffer, const int32_t* begin) {
+__device__ bool receive(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
+                        Arrival& arrival, uint64_t operation) {
   const LowLatencyView& view = args.view;
-  const LowLatencyShape& shape = view.shape;
-  const char* own = view.comm.peers[view.comm.rank];
-  const int lane = threadIdx.x % kWarp;
-  const int64_t num_rows = static_cast<int64_t>(shape.num_ranks) * shape.max_tokens;
-  const int64_t total = static_cast<int64_t>(begin[shape.num_experts]) * row_shape.pieces;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kLowLatencyWarps;
-  int64_t u = static_cast<int64_t>(blockIdx.x) * kLowLatencyWarps + threadIdx.x / kWarp;
-  for (; u < total; u += step) {
-    const PackedRow row = find_row(begin, shape, static_cast<int>(u / row_shape.pieces));
-    const int piece_index = static_cast<int>(u % row_shape.pieces);
-    const int64_t segment = static_cast<int64_t>(row.expert) * shape.num_ranks + row.source;
-    const int64_t from = segment * shape.max_tokens + row.index;
-    const int64_t to = row.expert * num_rows + row.position;
-    const char* source = own + buffer.rows + from * view.layout.row_bytes;
-    const int vectors = row_shape.vectors_of(piece_index);
-    const int64_t offset = row_shape.offset_of(piece_index);
-    Piece piece;
-    load_piece(piece, source + offset, vectors, lane);
-    store_piece(piece, args.rows + to * row_shape.row_bytes + offset, vectors, lane);
-    if (piece_index != 0) continue;
-    if (kFp8) {
-      const float* scales = reinterpret_cast<const float*>(source + shape.hidden);
-      unpack_scales(args, scales, row, num_rows, lane);
-    }
-    if (lane == 0) {
-      const int32_t slot = reinterpret_cast<const int32_t*>(own + buffer.slots)[from];
-      args.slots[to] = slot;
-      args.src_info[to] = slot / shape.num_slots;
-    }
+  const int ranks = view.shape.num_ranks;
+  Senders& senders = arrival.senders;
+  senders.waited.begin();
+  if (!wait_words(
+          view, buffer.counts, operation, kPhaseDispatchReady, senders,
+          [ranks](int i) { return i % ranks; },
+          [&](int i, int count) { arrival.begin[i] = count; })) {
+    return false;
   }
+  block_exclusive_scan<kLowLatencyThreads>(arrival.begin, view.shape.num_experts);
+  if (blockIdx.x == 0) describe(args, arrival.begin);
+  if (!wait_blocks(view, operation, kPhaseDispatchReady, senders)) return false;
+  senders.waited.add_to(args.waiting_stats, ranks);
+  int most = 0;
+  for (int i = 0; i < ranks; ++i) most = max(most, senders.tokens[i]);
+  const int64_t total = static_cast<int64_t>(most) * ranks * args.row_shape.pieces;
+  int64_t u = first_unit();
+  Incoming next = look_up(args, arrival, buffer, u);
+  for (; u < total; u += unit_step()) {
+    const Incoming now = next;
+    next = look_up(args, arrival, buffer, u + unit_step());
+    pack_piece<kFp8>(args, now, buffer, threadIdx.x % kWarp);
+  }
+  return true;
 }
 
 template <bool kFp8>
 __global__ void __launch_bounds__(kLowLatencyThreads, 1)
-    dispatch_receive_kernel(const __grid_constant__ LowLatencyDispatchArgs args,
-                            const __grid_constant__ RowShape row_shape) {
-  __shared__ int32_t begin[kMaxExperts + 1];
-  __shared__ Waited waited;
+    low_latency_dispatch_kernel(const __grid_constant__ LowLatencyDispatchArgs args) {
+  __shared__ union {
+    Routing routing;
+    Arrival arrival;
+  } shared;
   const LowLatencyView& view = args.view;
+  ptx::wait_for_stream();
+  const uint64_t operation = operation_of(view);
   if (is_aborted(view.comm)) return;
-  const uint64_t operation = *args.ticket;
   const LowLatencyBuffer& buffer = buffer_of(view, operation);
-  const int experts = view.shape.num_experts;
-  // Word [local expert][source rank] is number i of E.
-  if (!wait_words(view, buffer.dispatch_ready, experts, operation, kPhaseDispatchReady, waited,
-                  [&](int i, int count) { begin[i] = count; })) {
+  if ((view.parts & kSend) != 0 && !send<kFp8>(args, buffer, shared.routing, operation)) return;
+  __syncthreads();
+  if ((view.parts & kReceive) != 0 && !receive<kFp8>(args, buffer, shared.arrival, operation)) {
     return;
   }
-  block_exclusive_scan<kLowLatencyThreads>(begin, experts);
-  if (blockIdx.x == 0) describe(args, begin);
-  add_waiting(view.comm, waited, args.waiting_stats);
-  pack_rows<kFp8>(args, row_shape, buffer, begin);
-  finish_receive(view, operation);
+  finish(view, operation);
 }
 
 }  // namespace
 
-cudaError_t launch_low_latency_dispatch_send(const LowLatencyDispatchArgs& args, int num_blocks,
-                                             cudaStream_t stream) {
-  const RowShape shape = row_shape(args.view.layout.row_bytes);  // of x, whatever travels
-  if (args.fp8 != 0) {
-    dispatch_send_kernel<true><<<num_blocks, kLowLatencyThreads, 0, stream>>>(args, shape);
-  } else {
-    dispatch_send_kernel<false><<<num_blocks, kLowLatencyThreads, 0, stream>>>(args, shape);
-  }
-  return cudaGetLastError();
-}
-
-cudaError_t launch_low_latency_dispatch_receive(const LowLatencyDispatchArgs& args, int num_blocks,
-                                                cudaStream_t stream) {
-  if (args.fp8 != 0) {
-    const RowShape shape = row_shape(args.view.shape.hidden);
-    dispatch_receive_kernel<true><<<num_blocks, kLowLatencyThreads, 0, stream>>>(args, shape);
-  } else {
-    const RowShape shape = row_shape(args.view.layout.row_bytes);
-    dispatch_receive_kernel<false><<<num_blocks, kLowLatencyThreads, 0, stream>>>(args, shape);
-  }
-  return cudaGetLastError();
+cudaError_t launch_low_latency_dispatch(const LowLatencyDispatchArgs& args,
+                                        const LowLatencyLaunch& launch) {
+  return args.fp8 != 0 ? launch.run(low_latency_dispatch_kernel<true>, args)
+                       : launch.run(low_latency_dispatch_kernel<false>, args);
 }
 
 }  // namespace moe_ep

@@ -1,9 +1,8 @@
-// What the kernels of low-latency mode share: which buffer an operation uses, waits for peers, and
-// the order in which received rows are packed.
+// What the kernels of low-latency mode share: which buffer an operation uses, and waits for peers.
 //
-// A send may write to a peer once that peer has received the last operation of the same buffer, two
-// operations ago; it waits for that at its start. No kernel waits for another block of its own grid
-// and none waits for a later operation, so that hooks may come in any order.
+// A send may write to a buffer once the peers have received its last operation, two operations ago;
+// it waits for that at its start. No send waits for a receive of the same or a later operation, so
+// that hooks may come in any order.
 #pragma once
 
 #include "device/block_scan.cuh"
@@ -13,8 +12,19 @@
 
 namespace moe_ep {
 
-constexpr int kLowLatencyThreads = 512;
 constexpr int kLowLatencyWarps = kLowLatencyThreads / kWarp;
+
+// Warps of all blocks share units 0, 1, ... of work.
+__device__ __forceinline__ int64_t first_unit() {
+  return static_cast<int64_t>(blockIdx.x) * kLowLatencyWarps + threadIdx.x / kWarp;
+}
+__device__ __forceinline__ int64_t unit_step() {
+  return static_cast<int64_t>(gridDim.x) * kLowLatencyWarps;
+}
+
+__device__ __forceinline__ uint64_t operation_of(const LowLatencyView& view) {
+  return (view.parts & kSend) != 0 ? view.comm.control->operation + 1 : *view.ticket;
+}
 
 __device__ __forceinline__ const LowLatencyBuffer& buffer_of(const LowLatencyView& view,
                                                              uint64_t operation) {
@@ -33,110 +43,175 @@ __device__ __forceinline__ int load_expert(const void* topk_idx, bool is_64_bit,
   return expert < -1 || expert >= kMaxExperts ? kMaxExperts : static_cast<int>(expert);
 }
 
-// Waits until every peer has read what this buffer held before. All threads of the block call it
-// and get the same answer. False: the kernel is to end.
-__device__ __forceinline__ bool wait_buffer_free(const LowLatencyView& view, uint64_t operation) {
+// Waits, before `operation`, until every peer has received the earlier operation `last`. All
+// threads of the block call it, the last ones wait, and get false if the kernel is to end.
+__device__ __forceinline__ bool poll_received(const LowLatencyView& view, uint64_t operation,
+                                              uint64_t last) {
   const CommView& comm = view.comm;
-  int passed = 1;
-  if (threadIdx.x < comm.num_ranks && operation > 2) {
-    const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
-    const uint64_t* word = word_at(view, comm.rank, buffer_of(view, operation).received, peer);
-    uint64_t seen = ptx::load_acquire_system(word);
-    for (Deadline deadline; seen + 2 < operation; seen = ptx::load_acquire_system(word)) {
-      if (!deadline.expired(comm, comm.timeout_ns)) continue;
-      seen = ptx::load_acquire_system(word);  // the last look
-      if (seen + 2 >= operation) break;
-      record_fault(comm, peer, kPhaseBufferFree, operation, operation - 2, seen);
-      passed = 0;
-      break;
-    }
+  const int index = static_cast<int>(threadIdx.x) - static_cast<int>(blockDim.x) + comm.num_ranks;
+  if (index < 0 || last == 0) return true;
+  const int peer = (comm.rank + index) % comm.num_ranks;
+  const uint64_t* word = word_at(view, comm.rank, buffer_of(view, last).received, peer);
+  uint64_t seen = ptx::load_acquire_system(word);
+  for (Deadline deadline; seen < last; seen = ptx::load_acquire_system(word)) {
+    if (!deadline.expired(comm, comm.timeout_ns)) continue;
+    seen = ptx::load_acquire_system(word);  // the last look
+    if (seen >= last) break;
+    record_fault(comm, peer, kPhaseBufferFree, operation, last, seen);
+    return false;
   }
-  return __syncthreads_and(passed) != 0;
+  return true;
 }
 
-// Tells every peer that its rows have been read. Called by all threads of every block.
-__device__ __forceinline__ void finish_receive(const LowLatencyView& view, uint64_t operation) {
+// Waits until the buffer of an operation to be sent is free; as poll_received.
+__device__ __forceinline__ bool poll_buffer_free(const LowLatencyView& view, uint64_t operation) {
+  return poll_received(view, operation, operation > 2 ? operation - 2 : 0);
+}
+
+// Tells every peer how many blocks of this launch write rows, and this rank's tokens. Called by all
+// threads of one block.
+__device__ __forceinline__ void signal_senders(const LowLatencyView& view, uint64_t operation,
+                                               int num_blocks, int num_tokens) {
   const CommView& comm = view.comm;
-  if (!arrive_last(&comm.control->arrived_end) || threadIdx.x >= comm.num_ranks) return;
+  if (threadIdx.x >= comm.num_ranks) return;
   const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
-  const int64_t words = buffer_of(view, operation).received;
-  ptx::store_release_system(word_at(view, peer, words, comm.rank), operation);
+  const int64_t words = buffer_of(view, operation).senders;
+  ptx::store_relaxed_system(word_at(view, peer, words, comm.rank),
+                            ready_word(operation, num_blocks, false, num_tokens));
 }
 
-// Called by one thread of the last block to arrive: the next operation may begin.
-__device__ __forceinline__ void finish_send(const LowLatencyView& view, uint64_t operation,
-                                            uint64_t* ticket) {
-  view.comm.control->operation = operation;
-  *ticket = operation;
+// Tells every peer that this block has written its rows. All threads of the block call it.
+__device__ __forceinline__ void signal_block(const LowLatencyView& view, uint64_t operation) {
+  const CommView& comm = view.comm;
+  __syncthreads();
+  if (threadIdx.x >= comm.num_ranks) return;
+  const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
+  const int index = comm.rank * kMaxLowLatencyBlocks + blockIdx.x;
+  // Its release covers the whole block: the barrier has ordered what the others wrote before it.
+  ptx::store_release_system(word_at(view, peer, buffer_of(view, operation).blocks, index),
+                            operation);
+}
+
+// Ends a launch: after a send the next operation may begin, after a receive the peers are told that
+// their rows have been read. Called by all threads of every block; the last block to come does it.
+__device__ __forceinline__ void finish(const LowLatencyView& view, uint64_t operation) {
+  const CommView& comm = view.comm;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  // Nothing but reads must have happened before: an arrival of the GPU's scope is enough.
+  if (ptx::add_acq_rel_device(&comm.control->arrived_end, 1) != gridDim.x - 1) return;
+  comm.control->arrived_end = 0;  // for the next kernel
+  if ((view.parts & kSend) != 0) {
+    comm.control->operation = operation;
+    if ((view.parts & kReceive) == 0) *view.ticket = operation;
+  }
+  if ((view.parts & kReceive) == 0) return;
+  __threadfence_system();
+  const int64_t words = buffer_of(view, operation).received;
+  for (int i = 0; i < comm.num_ranks; ++i) {
+    const int peer = (comm.rank + i) % comm.num_ranks;
+    ptx::store_relaxed_system(word_at(view, peer, words, comm.rank), operation);
+  }
 }
 
 // How long a block has waited for each rank, in shared memory.
 struct Waited {
   uint64_t start;
   unsigned long long ns[kMaxRanks];
+
+  __device__ __forceinline__ void begin() {
+    if (threadIdx.x < kMaxRanks) ns[threadIdx.x] = 0;
+    if (threadIdx.x == 0) start = ptx::global_nanoseconds();
+    __syncthreads();
+  }
+  __device__ __forceinline__ void add_to(int64_t* waiting_stats, int num_ranks) const {
+    if (waiting_stats == nullptr || blockIdx.x != 0 || threadIdx.x >= num_ranks) return;
+    waiting_stats[threadIdx.x] += static_cast<int64_t>(ns[threadIdx.x]);
+  }
 };
 
-// Waits for `count` ready words beginning at `words`, word i written by rank i % R, and calls
-// store(i, rows) for each. All threads of the block call it and get the same answer, after a
-// barrier. False: the kernel is to end.
-template <typename Store>
-__device__ __forceinline__ bool wait_words(const LowLatencyView& view, int64_t words, int count,
-                                           uint64_t operation, Phase phase, Waited& waited,
-                                           Store store) {
+// Who has sent what, in shared memory.
+struct Senders {
+  int32_t blocks[kMaxRanks];
+  int32_t tokens[kMaxRanks];
+  Waited waited;
+};
+
+// Waits for a word of `peer`. False: the kernel is to end.
+__device__ __forceinline__ bool poll_word(const LowLatencyView& view, const uint64_t* word,
+                                          int peer, uint64_t operation, Phase phase,
+                                          Senders& senders, uint64_t& seen) {
   const CommView& comm = view.comm;
-  if (threadIdx.x < kMaxRanks) waited.ns[threadIdx.x] = 0;
-  if (threadIdx.x == 0) waited.start = ptx::global_nanoseconds();
-  __syncthreads();
   const uint32_t number = static_cast<uint32_t>(operation);
-  int passed = 1;
-  for (int i = threadIdx.x; i < count && passed != 0; i += kLowLatencyThreads) {
-    const uint64_t* word = word_at(view, comm.rank, words, i);
-    const int peer = i % comm.num_ranks;
-    uint64_t seen = ptx::load_acquire_system(word);
-    for (Deadline deadline; word_operation(seen) != number;) {
-      const bool expired = deadline.expired(comm, comm.timeout_ns);
-      seen = ptx::load_acquire_system(word);  // after expiry: the last look
-      if (expired && word_operation(seen) != number) break;
+  seen = ptx::load_acquire_system(word);
+  for (Deadline deadline; word_operation(seen) != number;) {
+    const bool expired = deadline.expired(comm, comm.timeout_ns);
+    seen = ptx::load_acquire_system(word);  // after expiry: the last look
+    if (!expired || word_operation(seen) == number) continue;
+    record_fault(comm, peer, phase, operation, ready_word(operation, view.tag, false, 0), seen);
+    return false;
+  }
+  atomicMax(&senders.waited.ns[peer], ptx::global_nanoseconds() - senders.waited.start);
+  return true;
+}
+
+// Waits for E words beginning at `words`, word i written by rank peer_of(i), and calls store(i,
+// count) for each; and for how many blocks send. All threads of the block call it and get the same
+// answer, after a barrier. False: the kernel is to end.
+template <typename PeerOf, typename Store>
+__device__ __forceinline__ bool wait_words(const LowLatencyView& view, int64_t words,
+                                           uint64_t operation, Phase phase, Senders& senders,
+                                           PeerOf peer_of, Store store) {
+  const CommView& comm = view.comm;
+  const int experts = view.shape.num_experts;
+  bool passed = true;
+  for (int i = threadIdx.x; i < experts + comm.num_ranks && passed; i += kLowLatencyThreads) {
+    uint64_t seen;
+    if (i >= experts) {
+      const int peer = i - experts;
+      const uint64_t* word = word_at(view, comm.rank, buffer_of(view, operation).senders, peer);
+      passed = poll_word(view, word, peer, operation, phase, senders, seen);
+      senders.blocks[peer] = static_cast<int32_t>(word_tag(seen));
+      senders.tokens[peer] = word_count(seen);
+      continue;
     }
-    if (word_operation(seen) != number || word_tag(seen) != view.tag) {
+    const int peer = peer_of(i);
+    passed =
+        poll_word(view, word_at(view, comm.rank, words, i), peer, operation, phase, senders, seen);
+    if (passed && word_tag(seen) != view.tag) {
       record_fault(comm, peer, phase, operation, ready_word(operation, view.tag, false, 0), seen);
-      passed = 0;
-      break;
+      passed = false;
     }
-    if (word_is_bad(seen)) comm.host->bad_peer = peer + 1;
-    atomicMax(&waited.ns[peer], ptx::global_nanoseconds() - waited.start);
+    if (passed && word_is_bad(seen)) comm.host->bad_peer = peer + 1;
     store(i, word_count(seen));
   }
   return __syncthreads_and(passed) != 0;
 }
 
-__device__ __forceinline__ void add_waiting(const CommView& comm, const Waited& waited,
-                                            int64_t* waiting_stats) {
-  if (waiting_stats == nullptr || blockIdx.x != 0 || threadIdx.x >= comm.num_ranks) return;
-  waiting_stats[threadIdx.x] += static_cast<int64_t>(waited.ns[threadIdx.x]);
-}
-
-// A row of a dispatch's result: it belongs to segment (local expert, source rank).
-struct PackedRow {
-  int32_t expert, source;
-  int32_t index;     // within the segment
-  int32_t position;  // within the expert
-};
-
-// begin: the scanned lengths of the E segments, expert by expert.
-__device__ __forceinline__ PackedRow find_row(const int32_t* begin, const LowLatencyShape& shape,
-                                              int row) {
-  int low = 0, high = shape.num_experts;
-  while (high - low > 1) {  // begin[low] <= row < begin[high]
-    const int middle = (low + high) / 2;
-    if (begin[middle] <= row) {
-      low = middle;
-    } else {
-      high = middle;
+// Waits until all of them have written their rows; as wait_words.
+__device__ __forceinline__ bool wait_blocks(const LowLatencyView& view, uint64_t operation,
+                                            Phase phase, Senders& senders) {
+  const CommView& comm = view.comm;
+  int most = 0;
+  for (int i = 0; i < comm.num_ranks; ++i) most = max(most, senders.blocks[i]);
+  bool passed = true;
+  for (int i = threadIdx.x; i < most * comm.num_ranks && passed; i += kLowLatencyThreads) {
+    const int peer = i / most, block = i % most;
+    if (block >= senders.blocks[peer]) continue;
+    const int64_t words = buffer_of(view, operation).blocks;
+    const uint64_t* word = word_at(view, comm.rank, words, peer * kMaxLowLatencyBlocks + block);
+    uint64_t seen = ptx::load_acquire_system(word);
+    for (Deadline deadline; seen != operation;) {
+      const bool expired = deadline.expired(comm, comm.timeout_ns);
+      seen = ptx::load_acquire_system(word);  // after expiry: the last look
+      if (!expired || seen == operation) continue;
+      record_fault(comm, peer, phase, operation, operation, seen);
+      passed = false;
+      break;
     }
+    atomicMax(&senders.waited.ns[peer], ptx::global_nanoseconds() - senders.waited.start);
   }
-  const int expert = low / shape.num_ranks;
-  return {expert, low % shape.num_ranks, row - begin[low], row - begin[expert * shape.num_ranks]};
+  return __syncthreads_and(passed) != 0;
 }
 
 }  // namespace moe_ep

@@ -17,6 +17,8 @@ const char* phase_name(Phase phase) {
       return "low_latency_dispatch (rows)";
     case kPhaseCombineReady:
       return "low_latency_combine (expert rows)";
+    case kPhaseBlockSignal:
+      return "low_latency_combine (block_signals)";
     default:
       return "no phase";
   }
@@ -63,9 +65,12 @@ LowLatency::LowLatency(int device, int rank, int num_ranks)
   check(num_ranks >= 1 && num_ranks <= kMaxRanks && rank >= 0 && rank < num_ranks,
         "1 to 64 ranks are supported");
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  int major = 0;
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+             "cudaDeviceGetAttribute");
+  early_ = major >= 9;
   check_cuda(cudaMalloc(&control_, sizeof(Control)), "cudaMalloc");
   check_cuda(cudaMemset(control_, 0, sizeof(Control)), "cudaMemset");
-  check_cuda(cudaMalloc(&counts_, (kMaxExperts + 1) * sizeof(int32_t)), "cudaMalloc");
   void* host = nullptr;
   check_cuda(cudaHostAlloc(&host, sizeof(HostState), cudaHostAllocMapped | cudaHostAllocPortable),
              "cudaHostAlloc");
@@ -81,7 +86,6 @@ LowLatency::~LowLatency() {
   memory_.reset();
   if (cudaSetDevice(device_) == cudaSuccess) {
     cudaFree(control_);
-    cudaFree(counts_);
     cudaFreeHost(host_);
   }
   cudaGetLastError();
@@ -105,15 +109,14 @@ SymmetricMemory& LowLatency::memory() {
   return *memory_;
 }
 
-LowLatency::Prepared LowLatency::prepare(const LowLatencyShape& shape, int tag,
-                                         const Launch& launch) const {
+LowLatency::Prepared LowLatency::prepare(const LowLatencyCall& call, const Launch& launch) const {
   if (memory_ == nullptr) throw std::runtime_error("no symmetric memory is allocated");
-  check_shape(shape, num_ranks_, tag);
-  check(launch.num_sms >= 1, "num_sms must be at least 1");
-  const LowLatencyLayout layout = low_latency_layout(shape, num_bytes_);
-  check(layout.total <= num_bytes_, "the shape needs more memory than there is");
-  check_cuda(cudaSetDevice(device_), "cudaSetDevice");
+  check_shape(call.shape, num_ranks_, call.tag);
+  check(launch.num_sms >= 1 && launch.num_sms <= kMaxLowLatencyBlocks, "num_sms must be 1 to 255");
   LowLatencyView view{};
+  view.layout = low_latency_layout(call.shape, num_bytes_);
+  check(view.layout.total <= num_bytes_, "the shape needs more memory than there is");
+  check_cuda(cudaSetDevice(device_), "cudaSetDevice");
   view.comm.rank = rank_;
   view.comm.num_ranks = num_ranks_;
   view.comm.bad_input = launch.bad_input;
@@ -121,32 +124,49 @@ LowLatency::Prepared LowLatency::prepare(const LowLatencyShape& shape, int tag,
   view.comm.control = control_;
   view.comm.host = host_mapped_;
   for (int i = 0; i < num_ranks_; ++i) view.comm.peers[i] = memory_->peer(i);
-  view.layout = layout;
-  view.shape = shape;
-  view.tag = static_cast<uint32_t>(tag);
+  view.shape = call.shape;
+  view.tag = static_cast<uint32_t>(call.tag);
+  view.parts = call.parts;
+  view.ticket = pointer<uint64_t>(call.ticket);
   return {view, pointer<CUstream_st>(launch.stream)};
 }
 
 namespace {
 
-LowLatencyDispatchArgs dispatch_args(const LowLatencyView& view,
-                                     const LowLatencyDispatchTensors& tensors, int32_t* counts) {
-  check(tensors.x % kVectorBytes == 0 && tensors.rows % kVectorBytes == 0,
+// Rows in pieces, so that `num_rows` of them give work to all warps of the launch.
+RowShape pieces_of(int64_t row_bytes, int64_t num_rows, const Launch& launch) {
+  const int64_t warps = static_cast<int64_t>(launch.num_sms) * (kLowLatencyThreads / kWarp);
+  return row_shape(row_bytes, num_rows < warps && num_rows > 0 ? warps / num_rows : 1);
+}
+
+void check_tensors(uintptr_t x, uintptr_t result, int num_tokens, const LowLatencyShape& shape) {
+  check(x % kVectorBytes == 0 && result % kVectorBytes == 0,
         "x and the result must be aligned to 16 bytes");
-  check(tensors.num_tokens >= 0 && tensors.num_tokens <= view.shape.max_tokens,
+  check(num_tokens >= 0 && num_tokens <= shape.max_tokens,
         "more tokens than num_max_dispatch_tokens_per_rank");
-  check(tensors.fp8 == 0 || view.shape.hidden % kFp8Block == 0,
+}
+
+}  // namespace
+
+void LowLatency::dispatch(const LowLatencyCall& call, const LowLatencyDispatchTensors& tensors,
+                          const Launch& launch) {
+  const Prepared prepared = prepare(call, launch);
+  const LowLatencyShape& shape = call.shape;
+  check_tensors(tensors.x, tensors.rows, tensors.num_tokens, shape);
+  check(tensors.fp8 == 0 || shape.hidden % kFp8Block == 0,
         "FP8 needs a hidden size that is a multiple of 128");
+  const int64_t row_bytes = tensors.fp8 != 0 ? shape.hidden : prepared.view.layout.row_bytes;
   LowLatencyDispatchArgs args{};
-  args.view = view;
+  args.view = prepared.view;
   args.fp8 = tensors.fp8 != 0;
-  args.ticket = pointer<uint64_t>(tensors.ticket);
   args.x = pointer<const char>(tensors.x);
   args.topk_idx = pointer<const void>(tensors.topk_idx);
   args.topk_is_64_bit = tensors.topk_is_64_bit;
   args.num_tokens = tensors.num_tokens;
   args.power_of_two_scales = tensors.fp8 == 2;
-  args.counts = counts;
+  args.index = pointer<int32_t>(tensors.index);
+  args.row_shape =
+      pieces_of(row_bytes, static_cast<int64_t>(num_ranks_) * shape.max_tokens, launch);
   args.rows = pointer<char>(tensors.rows);
   args.scales = pointer<void>(tensors.scales);
   args.pack_scales = tensors.pack_scales;
@@ -156,62 +176,55 @@ LowLatencyDispatchArgs dispatch_args(const LowLatencyView& view,
   args.layout_range = pointer<int64_t>(tensors.layout_range);
   args.expert_stats = pointer<int32_t>(tensors.expert_stats);
   args.waiting_stats = pointer<int64_t>(tensors.waiting_stats);
-  return args;
+  check_cuda(launch_low_latency_dispatch(args, {launch.num_sms, prepared.stream, early_}),
+             "low-latency dispatch kernel");
 }
 
-LowLatencyCombineArgs combine_args(const LowLatencyView& view,
-                                   const LowLatencyCombineTensors& tensors) {
-  check(tensors.x % kVectorBytes == 0 && tensors.out % kVectorBytes == 0,
-        "x and the result must be aligned to 16 bytes");
-  check(tensors.num_tokens >= 0 && tensors.num_tokens <= view.shape.max_tokens,
-        "more tokens than num_max_dispatch_tokens_per_rank");
+void LowLatency::combine(const LowLatencyCall& call, const LowLatencyCombineTensors& tensors,
+                         const Launch& launch) {
+  const Prepared prepared = prepare(call, launch);
+  const LowLatencyShape& shape = call.shape;
+  check_tensors(tensors.x, tensors.out, tensors.num_tokens, shape);
+  check(tensors.blocks_per_expert >= 1 && tensors.signal_value >= 1, "block signals");
+  check(tensors.expert_out == 0 || tensors.x == expert_out(shape, tensors.expert_out),
+        "x is not the memory that it is said to be");
+  const int64_t row_bytes = prepared.view.layout.row_bytes;
   LowLatencyCombineArgs args{};
-  args.view = view;
-  args.ticket = pointer<uint64_t>(tensors.ticket);
+  args.view = prepared.view;
+  args.send_shape =
+      pieces_of(row_bytes, static_cast<int64_t>(tensors.num_tokens) * shape.num_slots, launch);
   args.x = pointer<const char>(tensors.x);
   args.slots = pointer<const int32_t>(tensors.slots);
   args.layout_range = pointer<const int64_t>(tensors.layout_range);
+  args.expert_out = tensors.expert_out;
+  args.block_signals = pointer<const uint32_t>(tensors.block_signals);
+  args.blocks_per_expert = tensors.blocks_per_expert;
+  args.signal_value = static_cast<uint32_t>(tensors.signal_value);
+  args.sum_shape = pieces_of(row_bytes, tensors.num_tokens, launch);
   args.topk_idx = pointer<const void>(tensors.topk_idx);
   args.topk_is_64_bit = tensors.topk_is_64_bit;
   args.topk_weights = pointer<const float>(tensors.topk_weights);
+  args.index = pointer<const int32_t>(tensors.index);
   args.num_tokens = tensors.num_tokens;
   args.out = pointer<char>(tensors.out);
   args.waiting_stats = pointer<int64_t>(tensors.waiting_stats);
-  return args;
+  check_cuda(launch_low_latency_combine(args, {launch.num_sms, prepared.stream, early_}),
+             "low-latency combine kernel");
 }
 
-}  // namespace
-
-void LowLatency::send_dispatch(const LowLatencyShape& shape, int tag,
-                               const LowLatencyDispatchTensors& tensors, const Launch& launch) {
-  const Prepared prepared = prepare(shape, tag, launch);
-  const LowLatencyDispatchArgs args = dispatch_args(prepared.view, tensors, counts_);
-  check_cuda(launch_low_latency_dispatch_send(args, launch.num_sms, prepared.stream),
-             "low-latency dispatch send kernel");
+uintptr_t LowLatency::expert_out(const LowLatencyShape& shape, int which) {
+  check(which == 1 || which == 2, "there are two of them, 1 and 2");
+  const int64_t num_rows = static_cast<int64_t>(num_ranks_) * shape.max_tokens;
+  if (num_rows > kMaxPlaceBegin) return 0;
+  const LowLatencyLayout layout = low_latency_layout(shape, num_bytes_);
+  check(layout.total <= num_bytes_, "the shape needs more memory than there is");
+  return reinterpret_cast<uintptr_t>(memory().peer(rank_)) + layout.buffers[which - 1].expert_out;
 }
 
-void LowLatency::receive_dispatch(const LowLatencyShape& shape, int tag,
-                                  const LowLatencyDispatchTensors& tensors, const Launch& launch) {
-  const Prepared prepared = prepare(shape, tag, launch);
-  const LowLatencyDispatchArgs args = dispatch_args(prepared.view, tensors, counts_);
-  check_cuda(launch_low_latency_dispatch_receive(args, launch.num_sms, prepared.stream),
-             "low-latency dispatch receive kernel");
-}
-
-void LowLatency::send_combine(const LowLatencyShape& shape, int tag,
-                              const LowLatencyCombineTensors& tensors, const Launch& launch) {
-  const Prepared prepared = prepare(shape, tag, launch);
-  const LowLatencyCombineArgs args = combine_args(prepared.view, tensors);
-  check_cuda(launch_low_latency_combine_send(args, launch.num_sms, prepared.stream),
-             "low-latency combine send kernel");
-}
-
-void LowLatency::receive_combine(const LowLatencyShape& shape, int tag,
-                                 const LowLatencyCombineTensors& tensors, const Launch& launch) {
-  const Prepared prepared = prepare(shape, tag, launch);
-  const LowLatencyCombineArgs args = combine_args(prepared.view, tensors);
-  check_cuda(launch_low_latency_combine_receive(args, launch.num_sms, prepared.stream),
-             "low-latency combine receive kernel");
+void LowLatency::wait_expert_out(const LowLatencyShape& shape, int which, const Launch& launch) {
+  const Prepared prepared = prepare({shape, 0, 0, 0}, launch);
+  check_cuda(launch_low_latency_wait_expert_out(prepared.view, which, prepared.stream),
+             "low-latency wait kernel");
 }
 
 std::optional<Fault> LowLatency::fault() const {

@@ -11,12 +11,22 @@
 
 namespace moe_ep {
 
+// What one launch is about. `tag`: of the shape, the same on all ranks. `parts`: kSend, kReceive or
+// both, of kernels/low_latency.h. `ticket`: device address of 8 bytes that a send alone leaves for
+// the receive of the same operation, which may follow at any time before the second next send; both
+// get the same tensors.
+struct LowLatencyCall {
+  LowLatencyShape shape;
+  int tag;
+  int parts;
+  uintptr_t ticket;
+};
+
 // Device addresses of one dispatch; 0 where there is no such tensor. See kernels/low_latency.h.
 struct LowLatencyDispatchTensors {
-  uintptr_t x = 0, topk_idx = 0;
+  uintptr_t x = 0, topk_idx = 0, index = 0;
   uintptr_t rows = 0, scales = 0, recv_count = 0, src_info = 0, slots = 0, layout_range = 0;
   uintptr_t expert_stats = 0, waiting_stats = 0;
-  uintptr_t ticket = 0;
   bool topk_is_64_bit = true;
   int num_tokens = 0;
   int fp8 = 0;  // 0: bf16; 1: FP8 with fp32 scales; 2: with power-of-two scales
@@ -24,9 +34,11 @@ struct LowLatencyDispatchTensors {
 };
 
 struct LowLatencyCombineTensors {
-  uintptr_t x = 0, slots = 0, layout_range = 0;
+  uintptr_t x = 0, slots = 0, layout_range = 0, index = 0;
   uintptr_t topk_idx = 0, topk_weights = 0, out = 0, waiting_stats = 0;
-  uintptr_t ticket = 0;
+  uintptr_t block_signals = 0;
+  int blocks_per_expert = 1, signal_value = 1;
+  int expert_out = 0;
   bool topk_is_64_bit = true;
   int num_tokens = 0;
 };
@@ -43,16 +55,17 @@ class LowLatency {
   void release_memory();
   SymmetricMemory& memory();
 
-  // All are asynchronous. `tag`: of the shape, the same on all ranks. A receive may follow its send
-  // at any time before the second next send; both get the same tensors.
-  void send_dispatch(const LowLatencyShape& shape, int tag,
-                     const LowLatencyDispatchTensors& tensors, const Launch& launch);
-  void receive_dispatch(const LowLatencyShape& shape, int tag,
-                        const LowLatencyDispatchTensors& tensors, const Launch& launch);
-  void send_combine(const LowLatencyShape& shape, int tag, const LowLatencyCombineTensors& tensors,
-                    const Launch& launch);
-  void receive_combine(const LowLatencyShape& shape, int tag,
-                       const LowLatencyCombineTensors& tensors, const Launch& launch);
+  // Both are asynchronous.
+  void dispatch(const LowLatencyCall& call, const LowLatencyDispatchTensors& tensors,
+                const Launch& launch);
+  void combine(const LowLatencyCall& call, const LowLatencyCombineTensors& tensors,
+               const Launch& launch);
+
+  // Address of [L, R*Tmax, H] bf16 that a combine can send from without a copy; which: 1 or 2. 0:
+  // none, where the shape has too many rows.
+  uintptr_t expert_out(const LowLatencyShape& shape, int which);
+  // Makes the stream wait until no peer reads it any more.
+  void wait_expert_out(const LowLatencyShape& shape, int which, const Launch& launch);
 
   // Whether the device has reported nothing: what the next two would tell.
   bool is_quiet() const { return host_->fault.state == 0 && host_->bad_peer == 0; }
@@ -62,13 +75,13 @@ class LowLatency {
 
  private:
   struct Prepared;  // what every launch needs
-  Prepared prepare(const LowLatencyShape& shape, int tag, const Launch& launch) const;
+  Prepared prepare(const LowLatencyCall& call, const Launch& launch) const;
 
   int device_, rank_, num_ranks_;
   int64_t num_bytes_ = 0;
+  bool early_ = false;  // LowLatencyLaunch::early
   std::unique_ptr<SymmetricMemory> memory_;
   Control* control_ = nullptr;
-  int32_t* counts_ = nullptr;         // scratch of a send
   HostState* host_ = nullptr;         // as the host sees it
   HostState* host_mapped_ = nullptr;  // as the device sees it
 };

@@ -2,8 +2,10 @@
 // offsets and of the size hint.
 //
 // Operations (a dispatch or a combine each) use two buffers in turn, so that one can be sent while
-// another is still being received. Signals have places that no shape moves; the data of the two
-// buffers begin half the memory apart, so that operations of different shapes never meet either.
+// another is still being received. Signals have places that no shape moves; what follows them is
+// cut into four equal parts wherever the shape's own data end, so that operations of different
+// shapes never meet either: the data of the two buffers, and expert rows that peers read where they
+// are (zero copy), also twice.
 #pragma once
 
 #include "shared/symmetric_layout.h"
@@ -19,15 +21,27 @@ struct LowLatencyShape {
   int32_t max_tokens;   // Tmax, of any rank
 };
 
+// Where a token's row goes: for each of its K slots.
+struct alignas(8) Route {
+  int32_t expert;  // -1: nowhere
+  int32_t index;   // among this rank's rows for the expert
+};
+
 // Offsets of one of the two buffers. L = E/R local experts.
 struct LowLatencyBuffer {
   // Signals: words as below, each written by one peer.
-  int64_t dispatch_ready;  // uint64 [L][R]: the peer has sent its rows for a local expert
-  int64_t combine_ready;   // uint64 [R]: the peer has sent its expert rows
-  int64_t received;        // uint64 [R]: the operation whose rows the peer has read
+  int64_t counts;    // dispatch, uint64 [L][R]: rows of the peer for a local expert
+  int64_t places;    // combine, uint64 [E]: where an expert's rows are or will be
+  int64_t senders;   // uint64 [R]: in place of the tag the blocks of the peer's launch that write
+                     // rows; its count: its tokens
+  int64_t blocks;    // uint64 [R][kMaxLowLatencyBlocks]: the operation whose rows a block of the
+                     // peer has written
+  int64_t received;  // uint64 [R]: the operation whose rows the peer has read
   // Data. A row holds H bf16 values, or H FP8 values followed by their H/128 scales.
-  int64_t rows;   // dispatch: [L][R][Tmax][row_bytes]; combine: [Tmax][K][row_bytes]
-  int64_t slots;  // int32 [L][R][Tmax]: token*K + k of the peer
+  int64_t rows;    // dispatch, of this rank: [Tmax][row_bytes]; combine: [Tmax][K][row_bytes]
+  int64_t routes;  // dispatch, of this rank: Route [Tmax][K]
+  // Not of an operation but of a combine's caller, who asks for one or the other.
+  int64_t expert_out;  // [L][R*Tmax][row_bytes]
 };
 
 struct LowLatencyLayout {
@@ -38,6 +52,7 @@ struct LowLatencyLayout {
 };
 
 constexpr int64_t kLowLatencyAlign = 256;
+constexpr int kMaxLowLatencyBlocks = 255;  // of a launch: so many go in place of a tag
 // Marks of the set-up checks (Signal::kHello and so on), as in every symmetric memory.
 constexpr int64_t kLowLatencyMarkBytes = 4096;
 static_assert(kNumSignals * kMaxRanks * 8 <= kLowLatencyMarkBytes, "the marks need more room");
@@ -47,8 +62,8 @@ MOE_EP_HOST_DEVICE int32_t max_low_latency_slots(int32_t num_experts) {
   return num_experts < kMaxSlots ? num_experts : kMaxSlots;
 }
 
-// num_bytes: of the memory; where the second buffer's data begin depends on it and not on the
-// shape. `total` is right whatever it is.
+// num_bytes: of the memory; where the four parts begin depends on it and not on the shape. `total`
+// is right whatever it is.
 inline LowLatencyLayout low_latency_layout(const LowLatencyShape& shape, int64_t num_bytes) {
   LowLatencyLayout layout{};
   int64_t end = kLowLatencyMarkBytes;
@@ -58,23 +73,27 @@ inline LowLatencyLayout low_latency_layout(const LowLatencyShape& shape, int64_t
     return begin;
   };
   for (LowLatencyBuffer& buffer : layout.buffers) {
-    buffer.dispatch_ready = take(kMaxExperts * 8);
-    buffer.combine_ready = take(kMaxRanks * 8);
+    buffer.counts = take(kMaxExperts * 8);
+    buffer.places = take(kMaxExperts * 8);
+    buffer.senders = take(kMaxRanks * 8);
+    buffer.blocks = take(kMaxRanks * kMaxLowLatencyBlocks * 8);
     buffer.received = take(kMaxRanks * 8);
   }
   layout.signal_bytes = end;
   layout.row_bytes = static_cast<int64_t>(shape.hidden) * 2;
-  // A token has fewer slots than there are experts, so the rows of a combine fit where those of a
-  // dispatch do.
-  const int64_t num_rows = static_cast<int64_t>(shape.num_experts) * shape.max_tokens;
-  const int64_t slots = align_up(num_rows * layout.row_bytes, kLowLatencyAlign);
-  const int64_t data_bytes = slots + align_up(num_rows * 4, kLowLatencyAlign);
-  const int64_t half = (num_bytes - end) / 2 / kLowLatencyAlign * kLowLatencyAlign;
+  const int64_t tokens = shape.max_tokens, slots = max_low_latency_slots(shape.num_experts);
+  const int64_t staged = align_up(tokens * layout.row_bytes, kLowLatencyAlign);
+  const int64_t routes = tokens * slots * static_cast<int64_t>(sizeof(Route));
+  // Expert rows take the most: a token has no more slots than there are experts.
+  const int64_t expert_rows = tokens * shape.num_experts * layout.row_bytes;
+  const int64_t most = staged + routes > expert_rows ? staged + routes : expert_rows;
+  const int64_t part = (num_bytes - end) / 4 / kLowLatencyAlign * kLowLatencyAlign;
   for (int i = 0; i < 2; ++i) {
-    layout.buffers[i].rows = layout.signal_bytes + i * half;
-    layout.buffers[i].slots = layout.buffers[i].rows + slots;
+    layout.buffers[i].rows = layout.signal_bytes + i * part;
+    layout.buffers[i].routes = layout.buffers[i].rows + staged;
+    layout.buffers[i].expert_out = layout.signal_bytes + (2 + i) * part;
   }
-  layout.total = layout.signal_bytes + 2 * data_bytes;
+  layout.total = layout.signal_bytes + 4 * align_up(most, kLowLatencyAlign);
   return layout;
 }
 
@@ -99,5 +118,18 @@ MOE_EP_HOST_DEVICE bool word_is_bad(uint64_t word) { return (word >> kWordCountB
 MOE_EP_HOST_DEVICE int32_t word_count(uint64_t word) {
   return static_cast<int32_t>(word & kMaxLowLatencyTokens);
 }
+
+// The count of a combine's word: where the expert's rows for the reader are. source 0: in the
+// reader's own slots. 1 or 2: in that one of the writer's `expert_out`, from row `begin` on. 3: in
+// the tensor that the reader itself gave, likewise.
+constexpr int kPlaceBeginBits = 21;
+constexpr int32_t kMaxPlaceBegin = (1 << kPlaceBeginBits) - 1;
+constexpr uint32_t kPlaceOwn = 3;
+
+MOE_EP_HOST_DEVICE uint32_t row_place(uint32_t source, uint32_t begin) {
+  return source << kPlaceBeginBits | begin;
+}
+MOE_EP_HOST_DEVICE int32_t place_source(int32_t place) { return place >> kPlaceBeginBits; }
+MOE_EP_HOST_DEVICE int32_t place_begin(int32_t place) { return place & kMaxPlaceBegin; }
 
 }  // namespace moe_ep

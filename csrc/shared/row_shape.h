@@ -24,11 +24,13 @@ struct RowShape {
   }
 };
 
-inline RowShape row_shape(int64_t row_bytes) {
+// In min_pieces pieces or more, where a row has that many vectors for each lane.
+inline RowShape row_shape(int64_t row_bytes, int64_t min_pieces = 1) {
   RowShape shape{};
   shape.row_bytes = row_bytes;
   shape.vectors = static_cast<int32_t>(row_bytes / kVectorBytes);
-  const int64_t at_least = ceil_div(shape.vectors, kWarp * kVectorsPerLane);
+  int64_t at_least = ceil_div(shape.vectors, kWarp * kVectorsPerLane);
+  if (at_least < min_pieces) at_least = min64(min_pieces, ceil_div(shape.vectors, kWarp));
   shape.piece_vectors = static_cast<int32_t>(align_up(ceil_div(shape.vectors, at_least), kWarp));
   shape.pieces = static_cast<int32_t>(ceil_div(shape.vectors, shape.piece_vectors));
   return shape;

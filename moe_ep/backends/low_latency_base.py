@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.backends.base import Call
+from moe_ep.errors import PeerTimeoutError
 from moe_ep.layout import FP8_BLOCK
 
 MAX_SLOTS = 32
@@ -26,7 +27,7 @@ SCALES_PER_WORD = 4
 ROW_ALIGNMENT = 16  # bytes: what a kernel moves at a time
 _ROW_BYTES_PER_COLUMN = 2
 _MARK_BYTES, _ALIGN = 4096, 256
-_WORD_BYTES, _SLOT_BYTES, _MAX_RANKS = 8, 4, 64
+_WORD_BYTES, _ROUTE_BYTES, _MAX_RANKS, _MAX_BLOCKS = 8, 8, 64, 255
 
 Receive = Callable[[], None]
 
@@ -48,10 +49,11 @@ class Shape:
 
 def num_bytes_needed(max_tokens: int, hidden: int, num_experts: int) -> int:
     """Bytes of symmetric memory: csrc/shared/low_latency_layout.h says for what."""
-    signals = MAX_EXPERTS * _WORD_BYTES + 2 * _MAX_RANKS * _WORD_BYTES
-    num_rows = num_experts * max_tokens
-    data = _align(num_rows * hidden * _ROW_BYTES_PER_COLUMN) + _align(num_rows * _SLOT_BYTES)
-    return _MARK_BYTES + 2 * (signals + data)
+    signals = 2 * (2 * MAX_EXPERTS + (2 + _MAX_BLOCKS) * _MAX_RANKS) * _WORD_BYTES
+    row_bytes = hidden * _ROW_BYTES_PER_COLUMN
+    routes = max_tokens * min(MAX_SLOTS, num_experts) * _ROUTE_BYTES
+    most = max(_align(max_tokens * row_bytes) + routes, max_tokens * num_experts * row_bytes)
+    return _MARK_BYTES + signals + 4 * _align(most)
 
 
 def _align(num_bytes: int) -> int:
@@ -98,7 +100,9 @@ class CombineInputs:
 
     x: [L, N, H] bf16. topk_idx: [T, K], as dispatched. topk_weights: [T, K] fp32. out: [T, H] bf16,
     to be filled with the sum over used slots of weight * row, in k order and fp32, rounded once.
-    wait_stats: as for a dispatch.
+    wait_stats: as for a dispatch. zero_copy: x is what the backend's `combine_buffer` gave.
+    block_signals: [L, B] int32, B blocks of N/B rows of an expert. A block that holds rows is sent
+    once its signal has reached signal_value.
     """
 
     x: Tensor
@@ -106,6 +110,20 @@ class CombineInputs:
     topk_weights: Tensor
     out: Tensor
     wait_stats: Tensor | None = None
+    zero_copy: bool = False
+    block_signals: Tensor | None = None
+    signal_value: int = 1
+
+
+def block_timeout(
+    rank: int, seconds: float, expert: int, block: int, operation: int
+) -> PeerTimeoutError:
+    """What ends a combine whose caller has not raised the signal of a block of a local expert."""
+    return PeerTimeoutError(
+        f"rank {rank} waited {seconds:g} s for its own signal of local expert {expert}, block "
+        f"{block}, in low_latency_combine, operation {operation}; whoever computes that block must "
+        "raise block_signals, and needs SMs to run on: see Buffer.set_num_sms"
+    )
 
 
 def new_result(shape: Shape, num_ranks: int, pack_scales: bool, device: torch.device) -> Result:
@@ -131,7 +149,8 @@ def new_result(shape: Shape, num_ranks: int, pack_scales: bool, device: torch.de
 class LowLatencyBackend(Protocol):
     """Moves rows between the ranks of one group.
 
-    With `call.error`, a verb tells the peers of it in place of data and raises it.
+    With `call.error`, a verb tells the peers of it in place of data and raises it. With `at_once`
+    the receiving half is called immediately, so that the first half may do its work, too.
     """
 
     name: str
@@ -142,7 +161,7 @@ class LowLatencyBackend(Protocol):
         """Where tensors must be; None: anywhere."""
 
     def dispatch(
-        self, shape: Shape, tag: int, outgoing: Outgoing | None, call: Call
+        self, shape: Shape, tag: int, outgoing: Outgoing | None, call: Call, at_once: bool
     ) -> tuple[Result, Any, Receive]:
         """Sends each row to the experts of its used slots.
 
@@ -161,8 +180,12 @@ class LowLatencyBackend(Protocol):
         plan: Any,
         inputs: CombineInputs | None,
         call: Call,
+        at_once: bool,
     ) -> Receive:
         """Returns rows to their tokens; `inputs` is None only together with `call.error`."""
+
+    def combine_buffer(self, shape: Shape, plan: Any, device: torch.device) -> Tensor:
+        """[L, N, H] bf16 for the expert rows of a dispatch, to be combined with `zero_copy`."""
 
     def check(self, call: Call) -> None:
         """Raises what is known to have gone wrong before; does not wait."""

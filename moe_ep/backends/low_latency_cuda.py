@@ -1,12 +1,12 @@
 """Low-latency mode over peer memory: kernels of csrc/kernels/low_latency_*.cu.
 
-Each half of a verb is one kernel; between the two nothing occupies the GPU. Legend of shapes: see
-low_latency_base.py.
+Each half of a verb is one kernel, with nothing on the GPU in between; both at once are one kernel,
+too. Legend of shapes: see low_latency_base.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,10 @@ from moe_ep.backends.low_latency_base import (
     Receive,
     Result,
     Shape,
+    block_timeout,
     new_result,
 )
+from moe_ep.backends.low_latency_expert_out import ExpertOut
 from moe_ep.errors import BrokenError, OrderError, PeerError, PeerTimeoutError
 
 _FP8_SCALES = {None: 0, "fp32": 1, "power_of_two": 2}
@@ -34,10 +36,14 @@ _DEFAULT_SMS = 20
 
 @dataclass
 class CudaLowLatencyPlan:
-    """slots: [L, N] int32, token*K + k of the source rank. layout_range: of the result."""
+    """Of this rank's result: slots [L, N] int32, token*K + k of the source rank; layout_range. Of
+    its tokens: index [T, K] int32, the place of each among this rank's rows for the expert.
+    operation: which dispatch it was."""
 
     slots: Tensor
     layout_range: Tensor
+    index: Tensor
+    operation: int
 
 
 class CudaLowLatencyBackend:
@@ -66,7 +72,8 @@ class CudaLowLatencyBackend:
         torch.cuda.current_stream(self._device)  # torch's context first
         self._comm: Any = core.LowLatency(self._device.index, self.rank, self.size)
         self._last_stream: torch.cuda.Stream | None = None
-        self._timeout_s = 0.0  # of the last kernel
+        self._timeout_s = call.timeout_s  # of the last kernel
+        self._expert_out = ExpertOut(self._comm, self._device)
         self._broken: str | None = None
         self._memory = SharedMemory(core, self._comm, channel, self._device)
         self._memory.connect(num_bytes, call)
@@ -80,35 +87,35 @@ class CudaLowLatencyBackend:
     # -- verbs ------------------------------------------------------------------------------------
 
     def dispatch(
-        self, shape: Shape, tag: int, outgoing: Outgoing | None, call: Call
+        self, shape: Shape, tag: int, outgoing: Outgoing | None, call: Call, at_once: bool
     ) -> tuple[Result, CudaLowLatencyPlan, Receive]:
         self.check(call)
         pack = outgoing is not None and outgoing.pack_scales
         result = new_result(shape, self.size, pack, self._device)
-        plan = CudaLowLatencyPlan(torch.empty_like(result.src_info), result.layout_range)
-        ticket = torch.empty(1, dtype=torch.int64, device=self._device)
+        tokens = 0 if outgoing is None else len(outgoing.x)
+        index = torch.empty(tokens, shape.num_slots, dtype=torch.int32, device=self._device)
+        slots = torch.empty_like(result.src_info)
+        plan = CudaLowLatencyPlan(slots, result.layout_range, index, call.operation)
         tensors = self._core.LowLatencyDispatchTensors()
-        tensors.ticket, tensors.fp8, tensors.pack_scales = ticket.data_ptr(), int(shape.fp8), pack
-        kept: list[Tensor | None] = [ticket, plan.slots, *vars(result).values()]
+        tensors.fp8, tensors.pack_scales = int(shape.fp8), pack
+        kept: list[Tensor | None] = [plan.slots, index, *vars(result).values()]
         if outgoing is not None:
             x, topk_idx = _aligned(outgoing.x), outgoing.topk_idx.contiguous()
             kept += [x, topk_idx, outgoing.recv_stats, outgoing.wait_stats]
             tensors.x, tensors.topk_idx = x.data_ptr(), topk_idx.data_ptr()
-            tensors.num_tokens, tensors.fp8 = len(x), _FP8_SCALES[outgoing.scale]
+            tensors.num_tokens, tensors.fp8 = tokens, _FP8_SCALES[outgoing.scale]
             tensors.topk_is_64_bit = topk_idx.dtype == torch.int64
             tensors.expert_stats = _address(outgoing.recv_stats)
             tensors.waiting_stats = _address(outgoing.wait_stats)
         tensors.rows, tensors.scales = result.rows.data_ptr(), _address(result.scales)
         tensors.recv_count, tensors.src_info = result.count.data_ptr(), result.src_info.data_ptr()
         tensors.slots, tensors.layout_range = plan.slots.data_ptr(), plan.layout_range.data_ptr()
-        core_shape = self._shape(shape)
-        self._comm.send_dispatch(core_shape, tag, tensors, self._launch(call))
-        self._raise_own_error(call)
-
-        def receive() -> None:
-            self._comm.receive_dispatch(core_shape, tag, tensors, self._launch(call, kept))
-
-        return result, plan, receive
+        tensors.index = index.data_ptr()
+        return (
+            result,
+            plan,
+            self._start(self._comm.dispatch, shape, tag, tensors, call, kept, at_once),
+        )
 
     def combine(
         self,
@@ -117,30 +124,41 @@ class CudaLowLatencyBackend:
         plan: CudaLowLatencyPlan,
         inputs: CombineInputs | None,
         call: Call,
+        at_once: bool,
     ) -> Receive:
         self.check(call)
-        ticket = torch.empty(1, dtype=torch.int64, device=self._device)
         tensors = self._core.LowLatencyCombineTensors()
-        tensors.ticket = ticket.data_ptr()
         tensors.slots, tensors.layout_range = plan.slots.data_ptr(), plan.layout_range.data_ptr()
-        kept: list[Tensor | None] = [ticket, plan.slots, plan.layout_range]
+        tensors.index = plan.index.data_ptr()
+        kept: list[Tensor | None] = [plan.slots, plan.layout_range, plan.index]
         if inputs is not None:
             x, topk_idx = _aligned(inputs.x), inputs.topk_idx.contiguous()
             weights = inputs.topk_weights.contiguous()
-            kept += [x, topk_idx, weights, inputs.out, inputs.wait_stats]
+            kept += [x, topk_idx, weights, inputs.out, inputs.wait_stats, inputs.block_signals]
             tensors.x, tensors.topk_idx = x.data_ptr(), topk_idx.data_ptr()
             tensors.topk_is_64_bit = topk_idx.dtype == torch.int64
             tensors.topk_weights, tensors.out = weights.data_ptr(), inputs.out.data_ptr()
             tensors.num_tokens = len(inputs.out)
             tensors.waiting_stats = _address(inputs.wait_stats)
-        core_shape = self._shape(shape)
-        self._comm.send_combine(core_shape, tag, tensors, self._launch(call, kept))
-        self._raise_own_error(call)
+            if inputs.block_signals is not None:
+                tensors.block_signals = inputs.block_signals.data_ptr()
+                tensors.blocks_per_expert = inputs.block_signals.shape[1]
+                tensors.signal_value = inputs.signal_value
+            elif inputs.zero_copy:  # with signals, rows are sent one by one
+                tensors.expert_out = self._expert_out.sent(inputs.x, call.operation)
+        return self._start(self._comm.combine, shape, tag, tensors, call, kept, at_once)
 
-        def receive() -> None:
-            self._comm.receive_combine(core_shape, tag, tensors, self._launch(call, kept))
-
-        return receive
+    def combine_buffer(
+        self, shape: Shape, plan: CudaLowLatencyPlan, device: torch.device
+    ) -> Tensor:
+        size = (shape.num_experts // self.size, shape.num_rows(self.size), shape.hidden)
+        buffer, wait = self._expert_out.lend(self._shape(shape), size, plan.operation)
+        if wait:
+            here = Call(plan.operation, "low_latency_combine buffer", self._timeout_s)
+            self._comm.wait_expert_out(self._shape(shape), wait, self._launch(here))
+        if buffer is None:
+            return torch.empty(size, dtype=torch.bfloat16, device=device)
+        return buffer
 
     def destroy(self) -> None:
         if self._comm is None:
@@ -150,6 +168,33 @@ class CudaLowLatencyBackend:
         self._memory.release()
 
     # -- one operation ----------------------------------------------------------------------------
+
+    def _start(
+        self,
+        verb: Callable[[Any, Any, Any], None],
+        shape: Shape,
+        tag: int,
+        tensors: Any,
+        call: Call,
+        kept: list[Tensor | None],
+        at_once: bool,
+    ) -> Receive:
+        """Launches the first half, or both. Returns what is left to do."""
+        core, core_shape = self._core, self._shape(shape)
+        send, receive = core.LOW_LATENCY_SEND, core.LOW_LATENCY_RECEIVE
+        if at_once and call.error is None:
+            both = core.LowLatencyCall(core_shape, tag, send | receive, 0)
+            verb(both, tensors, self._launch(call, kept))
+            return _nothing
+        ticket = torch.empty(1, dtype=torch.int64, device=self._device)
+        kept.append(ticket)
+        halves = [
+            core.LowLatencyCall(core_shape, tag, part, ticket.data_ptr())
+            for part in (send, receive)
+        ]
+        verb(halves[0], tensors, self._launch(call, kept))
+        self._raise_own_error(call)
+        return lambda: verb(halves[1], tensors, self._launch(call, kept))
 
     def _shape(self, shape: Shape) -> Any:
         return self._core.LowLatencyShape(
@@ -206,6 +251,11 @@ class CudaLowLatencyBackend:
 
     def _of_fault(self, fault: Any) -> Exception:
         expected = fault.expected >> _OPERATION_SHIFT  # 0: not a ready word
+        if "block_signals" in fault.phase:
+            block = fault.expected & ((1 << _OPERATION_SHIFT) - 1)
+            error = block_timeout(fault.rank, self._timeout_s, expected, block, fault.operation)
+            self._broken = str(error)
+            return error
         if expected and fault.seen >> _OPERATION_SHIFT == expected:
             self._broken = f"rank {fault.peer} was in an operation of another shape"
             return OrderError(
@@ -225,6 +275,10 @@ class CudaLowLatencyBackend:
         if call.error is not None:
             self._broken = f"bad input to {call.phase}, operation {call.operation}"
             raise call.error
+
+
+def _nothing() -> None:
+    pass
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ low_latency_base.py.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +24,14 @@ from moe_ep.backends.low_latency_base import (
     Receive,
     Result,
     Shape,
+    block_timeout,
     new_result,
 )
-from moe_ep.errors import BrokenError
+from moe_ep.errors import BrokenError, PeerTimeoutError
 from moe_ep.quant import quantize_fp8
 
 _EXPONENT_SHIFT = 23  # of an fp32
+_POLL_S = 1e-4
 
 
 @dataclass
@@ -67,7 +71,7 @@ class ReferenceLowLatencyBackend:
     # -- dispatch ---------------------------------------------------------------------------------
 
     def dispatch(
-        self, shape: Shape, tag: int, outgoing: Outgoing | None, call: Call
+        self, shape: Shape, tag: int, outgoing: Outgoing | None, call: Call, at_once: bool
     ) -> tuple[Result, ReferenceLowLatencyPlan, Receive]:
         self.check(call)
         outgoing = outgoing or _nothing(shape)
@@ -123,9 +127,12 @@ class ReferenceLowLatencyBackend:
         plan: ReferenceLowLatencyPlan,
         inputs: CombineInputs | None,
         call: Call,
+        at_once: bool,
     ) -> Receive:
         self.check(call)
         assert plan.places is not None
+        if inputs is not None and inputs.block_signals is not None:
+            call.error = self._wait_for_blocks(plan, inputs, inputs.block_signals, call)
         inputs = inputs or _zeros(shape, self.size)
         exchange = Round(self._channel, call, f"{call.phase} of {tag} {shape}")
         flat = inputs.x.reshape(-1, shape.hidden)
@@ -147,8 +154,32 @@ class ReferenceLowLatencyBackend:
             self._add_waiting(inputs.wait_stats, started)
 
         if call.error is not None:
-            receive()  # raises it
+            with suppress(PeerTimeoutError):  # it may have waited for a block as long as its peers
+                receive()  # raises the error
+            raise call.error
         return receive
+
+    def combine_buffer(self, shape: Shape, plan: Any, device: torch.device) -> Tensor:
+        local, rows = shape.num_experts // self.size, shape.num_rows(self.size)
+        return torch.empty(local, rows, shape.hidden, dtype=torch.bfloat16, device=device)
+
+    def _wait_for_blocks(
+        self, plan: ReferenceLowLatencyPlan, inputs: CombineInputs, signals: Tensor, call: Call
+    ) -> Exception | None:
+        """Waits until all blocks that hold rows are ready; otherwise what to raise."""
+        assert plan.places is not None
+        num_rows, blocks = inputs.x.shape[1], signals.shape[1]
+        awaited = torch.cat(plan.places) // (num_rows // blocks)  # row // N is its expert
+        deadline = time.monotonic() + call.timeout_s
+        while True:
+            seen = signals.reshape(-1)[awaited]
+            late = (seen < inputs.signal_value).nonzero()
+            if len(late) == 0:
+                return None
+            if time.monotonic() > deadline:
+                expert, block = divmod(int(awaited[late[0, 0]]), blocks)
+                return block_timeout(self.rank, call.timeout_s, expert, block, call.operation)
+            time.sleep(_POLL_S)
 
     def _most_rows(self, shape: Shape) -> int:
         """Of one rank for another: no expert gets more than Tmax, no token has more than K."""

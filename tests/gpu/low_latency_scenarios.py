@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -269,24 +270,27 @@ def check_other_shape(rank: int) -> str:
     return ""
 
 
-def check_dead_peer(rank: int) -> str:
-    """Case 9: the last rank dies between dispatch and combine."""
+def check_dead_peer(rank: int, verb: str) -> str:
+    """Case 9: the last rank is killed before a dispatch, or between one and the combine."""
     prepare(2)
     buffer, case = make_buffer([Case()]), Case(mode="plain")
     flight = send(buffer, case, 1, "cuda")
     torch.cuda.synchronize()
     dist.barrier()
     if rank == buffer.group_size - 1:
-        os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
-    send_back(buffer, flight)
+    if verb == "dispatch":
+        send(buffer, case, 2, "cuda")
+    else:
+        send_back(buffer, flight)
     torch.cuda.synchronize()
     seconds = time.monotonic() - start
     assert 1.5 < seconds < 7.0, seconds
     told = []
     for _ in range(2):
         try:
-            send(buffer, case, 2, "cuda")
+            send(buffer, case, 3, "cuda")
         except (PeerTimeoutError, BrokenError) as error:
             told.append(f"{type(error).__name__}: {error}")
     buffer.destroy()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+
 import low_latency_scenarios
+import low_latency_signals
 import pytest
 from low_latency_cases import common_cases
 
 from moe_ep.testing import launch_ranks, run_ranks
 
 
-@pytest.mark.parametrize(("num_ranks", "rounds"), [(1, 50), (2, 200), (4, 200), (8, 100)])
+@pytest.mark.parametrize(
+    ("num_ranks", "rounds"), [(1, 150), (2, 300), (3, 200), (4, 200), (8, 150)]
+)
 def test_equals_plain_computation(num_ranks: int, rounds: int) -> None:
     """Placement, FP8, sums, random rounds with delays, repeats, hooks and CUDA graphs."""
     outcomes = run_ranks(
@@ -58,13 +63,41 @@ def test_different_shapes_are_found() -> None:
         assert told.startswith("OrderError") and "another shape" in told, told
 
 
+@pytest.mark.parametrize(("num_ranks", "blocks"), [(1, 1), (2, 1), (4, 2)])
+def test_sends_start_before_the_gemm_ends(num_ranks: int, blocks: int) -> None:
+    for ahead_ms in run_ranks(
+        low_latency_signals.check_early_sends, num_ranks, blocks, limit_s=120
+    ):
+        assert ahead_ms > 0
+
+
+def test_missing_block_signal_is_named() -> None:
+    peer, culprit = run_ranks(low_latency_signals.check_missing_signal, 2, limit_s=120)
+    assert culprit.startswith("PeerTimeoutError: rank 1 waited 3 s for its own signal"), culprit
+    assert "local expert 2, block 0" in culprit and " | BrokenError: " in culprit, culprit
+    assert peer.startswith("PeerTimeoutError: rank 0 waited 3 s for rank 1"), peer
+    assert "low_latency_combine" in peer and " | BrokenError: " in peer, peer
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_block_signals_in_a_graph(num_ranks: int) -> None:
+    run_ranks(low_latency_signals.check_captured, num_ranks, limit_s=120)
+
+
+def test_nothing_of_ours_runs_between_send_and_hook() -> None:
+    for names in run_ranks(low_latency_signals.check_free_between, 2, limit_s=120):
+        ours = [i for i, name in enumerate(names) if "low_latency" in name]
+        assert len(ours) == 2 and ours[1] - ours[0] == 5, names  # four products in between
+
+
 @pytest.mark.usefixtures("fresh_mps")
-def test_case_9_dead_peer() -> None:
-    outcomes = launch_ranks(low_latency_scenarios.check_dead_peer, 3, limit_s=90)
+@pytest.mark.parametrize("verb", ["dispatch", "combine"])
+def test_case_9_dead_peer(verb: str) -> None:
+    outcomes = launch_ranks(low_latency_scenarios.check_dead_peer, 3, verb, limit_s=90)
     for outcome in outcomes[:2]:
         assert outcome.exitcode is not None and outcome.result is not None, outcome
         told = outcome.result
         assert told.startswith("PeerTimeoutError: "), told
-        assert f"rank {outcome.rank} waited 2 s for rank 2 in low_latency_combine" in told, told
+        assert f"rank {outcome.rank} waited 2 s for rank 2 in low_latency_{verb}" in told, told
         assert " | BrokenError: " in told, told
-    assert outcomes[2].exitcode == 3
+    assert outcomes[2].exitcode == -signal.SIGKILL

@@ -101,3 +101,16 @@ def test_at_most_twice_an_all_to_all(tmp_path: Path) -> None:
         flags = (*shape, "--dtype", "bf16", "--backend", "reference", "--iterations", "15")
         ratios.append(bench(tmp_path / "r.json", *flags)[0]["ratio_to_all_to_all"])
     assert min(ratios) <= 2.0, ratios
+
+
+def test_low_latency_mode(tmp_path: Path) -> None:
+    flags = ("--mode", "low_latency", "--tokens", "6", "--hidden", "128", "--top-k", "2")
+    flags += ("--experts", "4", "--dtype", "fp8_e4m3", "--iterations", "2")
+    report, table = bench(tmp_path / "r.json", *flags, "--backend", "reference", ranks=1)
+    timings = {timing["name"]: timing for timing in report["timings"]}
+    assert report["backend"] == "reference" and not report["errors"]
+    # A token goes to two experts: as 128 bytes and a scale of 4, and back as bf16.
+    assert timings["dispatch"]["payload_bytes"] == 6 * 2 * (128 + 4)
+    assert timings["combine"]["payload_bytes"] == 6 * 2 * 128 * 2
+    for name in ("dispatch", "combine, zero copy", "dispatch + combine, hooks"):
+        assert timings[name]["median_us"] > 0 and name in table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -13,9 +14,7 @@ import torch
 import torch.distributed as dist
 from low_latency_cases import Case, check_case, common_cases, make_buffer, make_inputs, send
 
-from moe_ep import (
-    Buffer,
-)
+from moe_ep import Buffer, PeerError, PeerTimeoutError
 from moe_ep.testing import run_ranks
 
 
@@ -106,6 +105,89 @@ def test_hooks(num_ranks: int) -> None:
         assert early.startswith("OrderError: ") and "hook" in early
         assert third.startswith(f"OrderError: rank {rank}") and "2 buffers" in third
         assert "operation 3" in third  # the one to be received first
+
+
+def _block_signals(rank: int) -> str:
+    """A thread raises the signals while the combine waits; then one block stays away on rank 1."""
+    os.environ["MOE_EP_TIMEOUT_S"] = "3"
+    case = Case(tokens=(6, 7), mode="plain")
+    buffer = make_buffer([case])
+    for seed, blocks in ((1, 1), (2, 4)):
+        flight = send(buffer, case, seed, "cpu")
+        signals = torch.zeros(case.local, blocks, dtype=torch.int32)
+        rows = flight.recv_x.clone()
+        flight.recv_x.fill_(float("nan"))
+
+        def compute(flight: Any = flight, signals: Any = signals, rows: Any = rows) -> None:
+            for local in range(case.local):
+                time.sleep(0.02)
+                flight.recv_x[local] = 2 * rows[local]
+                signals[local] = 2
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        out, _, _ = buffer.low_latency_combine(
+            flight.recv_x,
+            flight.idx,
+            flight.weights,
+            flight.handle,
+            block_signals=signals.squeeze(1) if blocks == 1 else signals,
+            block_signal_value=2,
+        )
+        thread.join()
+        mine = flight.inputs[rank]
+        scale = torch.where(mine.idx >= 0, mine.weights, 0.0).sum(1, keepdim=True)
+        assert torch.equal(out, (2 * mine.x.float() * scale).bfloat16())
+    flight = send(buffer, case, 3, "cpu")
+    signals = torch.ones(case.local, dtype=torch.int32)
+    if rank == 1:
+        signals[2] = 0
+    try:
+        buffer.low_latency_combine(
+            flight.recv_x, flight.idx, flight.weights, flight.handle, block_signals=signals
+        )
+    except (PeerTimeoutError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_block_signals() -> None:
+    peer, culprit = run_ranks(_in_environment, 2, "_block_signals")
+    named = "rank 1 waited 3 s for its own signal of local expert 2, block 0"
+    assert culprit.startswith(f"PeerTimeoutError: {named}"), culprit
+    assert peer.startswith("PeerTimeoutError: rank 0 waited 3 s for rank 1"), peer
+
+
+def _zero_copy(rank: int) -> None:
+    """What counts is the buffer, not x, and a buffer serves one combine."""
+    case = Case(tokens=(6, 7), mode="plain")
+    buffer = make_buffer([case])
+    flight = send(buffer, case, 1, "cpu")
+    rows = buffer.get_next_low_latency_combine_buffer(flight.handle)
+    rows.copy_(4 * flight.recv_x)
+    arguments = (flight.recv_x, flight.idx, flight.weights, flight.handle)
+    out, _, _ = buffer.low_latency_combine(*arguments, zero_copy=True)
+    mine = flight.inputs[rank]
+    scale = torch.where(mine.idx >= 0, mine.weights, 0.0).sum(1, keepdim=True)
+    assert torch.equal(out, (4 * mine.x.float() * scale).bfloat16())
+    with pytest.raises(ValueError, match="get_next_low_latency_combine_buffer"):
+        buffer.low_latency_combine(*arguments, zero_copy=True)
+    for signals, words in (
+        (torch.zeros(3, dtype=torch.int32), r"\[4\]"),
+        (torch.zeros(4, 5, dtype=torch.int32), "divide 32 rows"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            buffer.low_latency_combine(*arguments, block_signals=signals)
+    with pytest.raises(TypeError, match="int32"):
+        buffer.low_latency_combine(*arguments, block_signals=torch.zeros(4))
+    with pytest.raises(ValueError, match="block_signal_value=0"):
+        signals = torch.ones(4, dtype=torch.int32)
+        buffer.low_latency_combine(*arguments, block_signals=signals, block_signal_value=0)
+    buffer.destroy()
+
+
+def test_zero_copy_and_bad_signals() -> None:
+    run_ranks(_in_environment, 2, "_zero_copy")
 
 
 def _throughput_too(rank: int) -> None:

@@ -36,6 +36,9 @@ INTERFACE: dict[str, dict[str, Any]] = {
         "return_recv_hook": False,
         "out": None,
         "combine_wait_recv_cost_stats": None,
+        # Not DeepEP's:
+        "block_signals": None,
+        "block_signal_value": 1,
     },
     "clean_low_latency_buffer": {
         "num_max_dispatch_tokens_per_rank": _NONE,

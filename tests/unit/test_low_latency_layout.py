@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import csrc_programs
@@ -13,6 +14,7 @@ from moe_ep.backends import low_latency_base as base
 from moe_ep.low_latency import LowLatencyVerbs
 
 LINE_BYTES = 128  # of the L2 cache
+DATA = ("rows", "routes", "expert_out")
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +37,27 @@ def question(shape: Shape, num_bytes: int) -> str:
     return f"layout {' '.join(map(str, shape))} {num_bytes}"
 
 
-def regions(shape: Shape, at: dict[str, int]) -> list[tuple[str, int, int]]:
-    """(name, first byte, bytes) of everything that is written, as the kernels index it."""
+KINDS = ("dispatch", "combine")
+
+
+def regions(shape: Shape, at: dict[str, int], kind: str) -> list[tuple[str, int, int]]:
+    """(name, first byte, bytes) of everything that is written while both buffers are used by
+    operations of a kind, as the kernels index it."""
     ranks, experts, slots, hidden, tokens = shape
     taken = [("marks", 0, 7 * 64 * 8)]
     for i in range(2):
-        dispatched = (experts // ranks) * ranks * tokens
-        rows = max(dispatched, tokens * slots) * hidden * 2
+        staged, returned = tokens * hidden * 2, tokens * slots * hidden * 2
         taken += [
-            (f"dispatch_ready_{i}", at[f"dispatch_ready_{i}"], experts * 8),
-            (f"combine_ready_{i}", at[f"combine_ready_{i}"], ranks * 8),
+            (f"counts_{i}", at[f"counts_{i}"], experts * 8),
+            (f"places_{i}", at[f"places_{i}"], experts * 8),
+            (f"senders_{i}", at[f"senders_{i}"], ranks * 8),
+            (f"blocks_{i}", at[f"blocks_{i}"], ranks * base._MAX_BLOCKS * 8),
             (f"received_{i}", at[f"received_{i}"], ranks * 8),
-            (f"rows_{i}", at[f"rows_{i}"], rows),
-            (f"slots_{i}", at[f"slots_{i}"], dispatched * 4),
+            (f"rows_{i}", at[f"rows_{i}"], staged if kind == "dispatch" else returned),
+            (f"expert_out_{i}", at[f"expert_out_{i}"], experts * tokens * hidden * 2),
         ]
+        if kind == "dispatch":
+            taken.append((f"routes_{i}", at[f"routes_{i}"], tokens * slots * 8))
     return taken
 
 
@@ -60,49 +69,61 @@ def test_nothing_overlaps_and_all_is_aligned(ask: Ask) -> None:
     sizes = [at["total"] + generator.choice([0, 1, 255, 99991]) for at in hints]
     asked = [question(shape, n) for shape, n in zip(shapes, sizes, strict=True)]
     for shape, num_bytes, at in zip(shapes, sizes, ask(asked), strict=True):
-        end, signals_end = 0, at["signal_bytes"]
-        for name, begin, length in sorted(regions(shape, at), key=lambda region: region[1]):
-            assert begin >= end, (shape, name)
-            assert begin % LINE_BYTES == 0, (shape, name)
-            end = begin + length
-            is_data = name.startswith(("rows", "slots"))
-            assert (begin >= signals_end) if is_data else (end <= signals_end), (shape, name)
-        assert end <= num_bytes, shape
+        for kind in KINDS:
+            end, signals_end = 0, at["signal_bytes"]
+            for name, begin, length in sorted(regions(shape, at, kind), key=lambda r: r[1]):
+                assert begin >= end, (shape, name)
+                assert begin % LINE_BYTES == 0, (shape, name)
+                end = begin + length
+                is_data = name.startswith(DATA)
+                assert (begin >= signals_end) if is_data else (end <= signals_end), (shape, name)
+            assert end <= num_bytes, shape
         assert at["row_bytes"] == 2 * shape[3]
         if shape[3] % 128 == 0:  # an FP8 row with its scales
             assert shape[3] + shape[3] // 128 * 4 <= at["row_bytes"]
 
 
 def test_operations_of_different_shapes_use_different_memory(ask: Ask) -> None:
-    """The two buffers of any two shapes that fit one memory, and their signals."""
+    """The data of the two buffers and the two places for expert rows, of any two shapes that fit
+    one memory, and their signals."""
     generator = random.Random(72)
     for _ in range(200):
         shapes = [random_shape(generator) for _ in range(6)]
         num_bytes = max(at["total"] for at in ask([question(s, 0) for s in shapes]))
         answers = ask([question(shape, num_bytes) for shape in shapes])
-        ends: list[list[int]] = [[], []]
+        parts: dict[str, list[int]] = {}
         for shape, at in zip(shapes, answers, strict=True):
-            for name, begin, length in regions(shape, at):
-                if name.startswith(("rows", "slots")):
-                    ends[int(name[-1])] += [begin, begin + length]
-        assert max(ends[0]) <= min(ends[1]) and max(ends[1]) <= num_bytes
-        for name in ("dispatch_ready", "combine_ready", "received", "rows"):
+            for name, begin, length in regions(shape, at, "dispatch") + regions(
+                shape, at, "combine"
+            ):
+                if name.startswith(DATA):
+                    part = name.replace("routes", "rows")
+                    parts.setdefault(part, []).extend([begin, begin + length])
+        order = [parts[name] for name in ("rows_0", "rows_1", "expert_out_0", "expert_out_1")]
+        for one, other in itertools.pairwise(order):
+            assert max(one) <= min(other)
+        assert max(order[-1]) <= num_bytes
+        for name in ("counts", "places", "senders", "blocks", "received", "rows", "expert_out"):
             for i in range(2):
                 assert len({at[f"{name}_{i}"] for at in answers}) == 1
 
 
 def test_sizes_worked_by_hand(ask: Ask) -> None:
-    """Marks 4096; per buffer 2048 + 64 + 64 words of 8 bytes; rows of 2H bytes and 4 for a slot."""
-    signals = 4096 + 2 * 17408
+    """Marks 4096; per buffer 2 x (2048 + 64) + 64 x 255 words of 8 bytes; then four times the
+    expert rows."""
+    signals = 4096 + 2 * 164352
     few = ask([question((8, 32, 8, 4096, 1024), 0)])[0]
-    # 32 x 1024 rows of 8192 bytes are 268435456; their slots 131072. Twice that: 537133056.
-    assert few["signal_bytes"] == signals == 38912
-    assert few["total"] == 38912 + 537133056 == 537171968
-    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(1024, 4096, 8, 32) == 537171968
+    # 32 x 1024 rows of 8192 bytes are 268435456. Four times that: 1073741824.
+    assert few["signal_bytes"] == signals == 332800
+    assert few["total"] == 332800 + 1073741824 == 1074074624
+    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(1024, 4096, 8, 32) == 1074074624
     many = ask([question((8, 256, 8, 7168, 128), 0)])[0]
-    # 256 x 128 rows of 14336 bytes are 469762048; their slots 131072. Twice that: 939786240.
-    assert many["total"] == 38912 + 939786240 == 939825152
-    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 939825152
+    # 256 x 128 rows of 14336 bytes are 469762048. Four times that: 1879048192.
+    assert many["total"] == 332800 + 1879048192 == 1879380992
+    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 1879380992
+    one = ask([question((1, 1, 1, 8, 100), 0)])[0]
+    # 100 rows of 16 bytes, aligned to 256, and 100 routes of 8: 1792 + 800, aligned: 2816.
+    assert one["total"] == 332800 + 4 * 2816
 
 
 def test_size_hint_of_python(ask: Ask) -> None:
@@ -123,6 +144,9 @@ def test_words_keep_their_parts(ask: Ask) -> None:
     answers = ask([f"word {' '.join(map(str, p))}" for p in parts])
     for part, at in zip(parts, answers, strict=True):
         assert (at["operation"], at["tag"], at["bad"], at["count"]) == part
+    places = [(0, 0), (1, 5), (2, (1 << 21) - 1)]
+    for place, at in zip(places, ask([f"place {a} {b}" for a, b in places]), strict=True):
+        assert (at["source"], at["begin"]) == place and at["fits"]
     # Only the low half of the operation's number travels.
     assert ask([f"word {(5 << 32) + 7} 0 0 1"])[0] == {
         "operation": 7,
@@ -138,6 +162,7 @@ def test_python_and_the_core_agree(ask: Ask) -> None:
     assert at["max_slots"] == base.MAX_SLOTS
     assert at["max_experts"] == base.MAX_EXPERTS
     assert at["max_ranks"] == base._MAX_RANKS
+    assert at["max_blocks"] == base._MAX_BLOCKS < at["tags"]
     assert at["mark_bytes"] == base._MARK_BYTES >= at["marks"]
     assert at["tags"] == low_latency_exchange._NUM_TAGS
     experts = [1, 2, 31, 32, 33, 2048]

@@ -88,13 +88,19 @@ def alone(case: Guard, ranks: Ranks, iterations: int, line_up: Callable[[], obje
     return slowest_call(ranks, [pair.microseconds(case) for pair in events])
 
 
-def in_graph(case: Guard, ranks: Ranks, iterations: int, stream: torch.cuda.Stream) -> Spread:
+def in_graph(
+    case: Guard,
+    ranks: Ranks,
+    iterations: int,
+    stream: torch.cuda.Stream,
+    calls: int = GRAPH_CALLS,
+) -> Spread:
     """GPU time of one of several calls that were captured together on `stream`."""
     graph = torch.cuda.CUDAGraph()
 
     def capture() -> None:
         with torch.cuda.graph(graph, stream=stream):
-            for _ in range(GRAPH_CALLS):
+            for _ in range(calls):
                 case()
 
     case()
@@ -106,7 +112,7 @@ def in_graph(case: Guard, ranks: Ranks, iterations: int, stream: torch.cuda.Stre
     replay = Guard(graph.replay)
     spread = back_to_back(replay, ranks, iterations, 1)
     case.error = replay.error
-    return Spread(spread.median / GRAPH_CALLS, spread.min / GRAPH_CALLS, spread.max / GRAPH_CALLS)
+    return Spread(spread.median / calls, spread.min / calls, spread.max / calls)
 
 
 def on_host(case: Guard, ranks: Ranks) -> float:

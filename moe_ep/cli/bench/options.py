@@ -58,6 +58,17 @@ how, on a GPU (two CUDA events around each call)
                       K in place of D. FP8 rows count as the bytes they have where they are.
   link bytes          that would leave the rank over a link to another GPU, counted likewise.
 
+--mode low_latency: the low-latency verbs of moe_ep.Buffer, at most --tokens a rank
+  dispatch, combine   send and receive at once; "zero copy": with the rows in the buffer of
+                      get_next_low_latency_combine_buffer, which is asked for in the time
+  ..., send / receive the halves, as they run with a hook, one after the other
+  dispatch + combine  one after the other, as in a decode step
+  ..., one token      the same with a single short row: what launches and signals alone take
+  a kernel of torch   the smallest there is, no rank waiting for another: a launch alone
+  graph               one of 40 calls in a captured graph, the median of --iterations replays
+  floor               x or the expert rows once in, the result once out. HBM counts what passes
+                      through other memory on the way, too.
+
 --peer megatron: Megatron-core's unfused permute and unpermute on this rank's own tokens, with the
   multi-hot map they need; all ranks at once, no communication (Megatron's all-to-all comes on top).
 --peer deep_ep: an installed DeepEP (V1 interface), within one host; and, if Megatron-core is there,
@@ -84,6 +95,8 @@ def add_parser(commands: Any, name: str) -> None:
     add("--dtype", type=_list_of(dtypes), metavar="NAME[,...]", help="(default: bf16)")
     add("--num-sms", type=int, help="SMs that the kernels may use (default: 24)")
     add("--exact-combine", action="store_true", default=None, help="sum in slot order, round once")
+    modes = ("throughput", "low_latency")
+    add("--mode", choices=modes, default=modes[0], help="(default: %(default)s)")
     peers = _list_of(tuple(PEERS))
     add("--peer", type=peers, default=[], metavar="NAME[,...]", help=f"beside: {', '.join(PEERS)}")
     add("--iterations", type=int, default=50, help="timed repetitions (default: %(default)s)")

@@ -3,8 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One line of the table; microseconds of the slowest rank, bytes of the busiest rank.
+
+    None: not measured this way, or not counted. With `error` nothing was measured.
+    """
+
+    name: str
+    by: str
+    median_us: float | None = None
+    min_us: float | None = None
+    max_us: float | None = None
+    alone_us: dict[str, float] | None = None
+    graph_us: dict[str, float] | None = None
+    host_us: float | None = None
+    payload_bytes: int | None = None
+    hbm_bytes: int | None = None
+    link_bytes: int | None = None
+    floor_us: float | None = None
+    ratio_to_floor: float | None = None
+    error: str | None = None
+
 
 _COLUMNS = (
     # heading, unit, width, digits, value of a timing

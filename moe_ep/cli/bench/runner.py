@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -17,38 +17,17 @@ import moe_ep
 from moe_ep.cli.bench import clocks, report
 from moe_ep.cli.bench.cases import Case, Session, Workload
 from moe_ep.cli.bench.clocks import Spread
+from moe_ep.cli.bench.low_latency import LowLatencyMeasurement
 from moe_ep.cli.bench.options import check, layouts, wants_gpu
 from moe_ep.cli.bench.peers import PEERS, whole_way
 from moe_ep.cli.bench.plot import draw
 from moe_ep.cli.bench.ranks import Guard, Ranks, open_ranks
+from moe_ep.cli.bench.report import Timing
 from moe_ep.cli.bench.traffic import floor_us
 from moe_ep.layout import EPLayout
 
 _HOST_TIMED = ("dispatch, cached", "combine")
 _IN_GRAPHS = ("notify", "dispatch", "dispatch, cached", "combine", "whole way")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One line of the table; microseconds of the slowest rank, bytes of the busiest rank.
-
-    None: not measured this way, or not counted. With `error` nothing was measured.
-    """
-
-    name: str
-    by: str
-    median_us: float | None = None
-    min_us: float | None = None
-    max_us: float | None = None
-    alone_us: dict[str, float] | None = None
-    graph_us: dict[str, float] | None = None
-    host_us: float | None = None
-    payload_bytes: int | None = None
-    hbm_bytes: int | None = None
-    link_bytes: int | None = None
-    floor_us: float | None = None
-    ratio_to_floor: float | None = None
-    error: str | None = None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,7 +43,8 @@ def run(options: argparse.Namespace) -> int:
         shared = _environment(ranks, options, rate)
         runs: list[dict[str, Any]] = []
         for layout in plans:
-            runs.append(Measurement(layout, ranks, options, rate).run())
+            kind = MEASUREMENTS[options.mode]
+            runs.append(kind(layout, ranks, options, rate).run())
             if ranks.rank == 0:
                 print(report.table(shared, runs[-1]), flush=True)
                 if options.json is not None:  # after each: a later fault must not lose this one
@@ -326,3 +306,9 @@ def _driver() -> str | None:
 
 def _nothing() -> None:
     pass
+
+
+MEASUREMENTS: dict[str, type[Measurement] | type[LowLatencyMeasurement]] = {
+    "throughput": Measurement,
+    "low_latency": LowLatencyMeasurement,
+}

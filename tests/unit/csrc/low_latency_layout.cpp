@@ -7,6 +7,7 @@
 #include <iostream>
 #include <sstream>
 #include <string>
+#include <utility>
 
 namespace {
 
@@ -24,12 +25,13 @@ void layout(std::istream& in) {
               static_cast<long long>(at.total));
   for (int i = 0; i < 2; ++i) {
     const LowLatencyBuffer& buffer = at.buffers[i];
-    std::printf(", \"dispatch_ready_%d\": %lld, \"combine_ready_%d\": %lld, \"received_%d\": %lld",
-                i, static_cast<long long>(buffer.dispatch_ready), i,
-                static_cast<long long>(buffer.combine_ready), i,
-                static_cast<long long>(buffer.received));
-    std::printf(", \"rows_%d\": %lld, \"slots_%d\": %lld", i, static_cast<long long>(buffer.rows),
-                i, static_cast<long long>(buffer.slots));
+    const std::pair<const char*, int64_t> offsets[] = {
+        {"counts", buffer.counts}, {"places", buffer.places},        {"senders", buffer.senders},
+        {"blocks", buffer.blocks}, {"received", buffer.received},    {"rows", buffer.rows},
+        {"routes", buffer.routes}, {"expert_out", buffer.expert_out}};
+    for (const auto& [name, offset] : offsets) {
+      std::printf(", \"%s_%d\": %lld", name, i, static_cast<long long>(offset));
+    }
   }
   std::puts("}");
 }
@@ -44,11 +46,22 @@ void word(std::istream& in) {
               word_operation(value), word_tag(value), word_is_bad(value), word_count(value));
 }
 
+// place source begin: its parts, as the receiver reads them
+void place(std::istream& in) {
+  unsigned source = 0, begin = 0;
+  in >> source >> begin;
+  const uint32_t value = row_place(source, begin);
+  const bool fits = value <= static_cast<uint32_t>(kMaxLowLatencyTokens);
+  std::printf("{\"source\": %d, \"begin\": %d, \"fits\": %d}\n",
+              place_source(static_cast<int32_t>(value)), place_begin(static_cast<int32_t>(value)),
+              fits);
+}
+
 void constants() {
   std::printf(
       "{\"max_tokens\": %d, \"max_slots\": %d, \"max_experts\": %d, \"max_ranks\": %d, "
-      "\"mark_bytes\": %lld, \"marks\": %d, \"tags\": %d}\n",
-      kMaxLowLatencyTokens, kMaxSlots, kMaxExperts, kMaxRanks,
+      "\"max_blocks\": %d, \"mark_bytes\": %lld, \"marks\": %d, \"tags\": %d}\n",
+      kMaxLowLatencyTokens, kMaxSlots, kMaxExperts, kMaxRanks, kMaxLowLatencyBlocks,
       static_cast<long long>(kLowLatencyMarkBytes), kNumSignals * kMaxRanks * 8, 1 << kWordTagBits);
 }
 
@@ -70,6 +83,8 @@ int main() {
       layout(in);
     } else if (question == "word") {
       word(in);
+    } else if (question == "place") {
+      place(in);
     } else if (question == "constants") {
       constants();
     } else if (question == "slots") {
