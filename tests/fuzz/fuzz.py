@@ -16,7 +16,7 @@ import random
 import time
 from pathlib import Path
 
-from fuzz_ranks import RankPool
+from fuzz_pool import RankPool
 from fuzz_steps import Program
 
 _OPERATIONS_PER_PROGRAM = 25  # a little less than programs have on average

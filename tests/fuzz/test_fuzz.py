@@ -11,7 +11,7 @@ import pytest
 from fuzz import RANKS
 from fuzz_machine import run_programs
 from fuzz_model import World, make_world
-from fuzz_ranks import RankPool
+from fuzz_pool import RankPool
 from fuzz_steps import Dispatch, Layout, Program
 
 BATCH = 60  # programs of one seed
