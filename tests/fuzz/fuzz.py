@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from pathlib import Path
 
-from fuzz_ranks import RankPool
+from fuzz_pool import RankPool
 from fuzz_steps import Program
 
-OPERATIONS_PER_PROGRAM = 25  # a little less than programs have on average
+_OPERATIONS_PER_PROGRAM = 25  # a little less than programs have on average
+_BATCH = 60  # programs of one seed
 RANKS = (2, 1, 2, 1, 2, 3, 2, 4)
 """From which a program's number of ranks is drawn."""
 
@@ -30,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--backend", choices=("reference", "cuda"), default="reference")
     add("--operations", type=int, default=10000, help="about how many (default: %(default)s)")
-    add("--fixed", action="store_true", help="the same programs as CI, not fresh ones")
+    add("--seed", type=int, help="of the first programs; CI's is 0 (default: a fresh one)")
     add("--save", type=Path, metavar="FILE", help="write the programs, run nothing")
     add("--replay", type=Path, metavar="FILE", help="run the programs of a file, one a line")
     add("--limit", type=float, default=3600.0, metavar="SECONDS", help="of the whole run")
@@ -40,8 +42,15 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     programs: list[Program] = []
     operations = 0
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(1 << 31)
+    if options.replay is None:  # a file of programs needs no hypothesis
+        from fuzz_machine import run_programs
+
+        print(f"fuzz: --seed {options.seed}", flush=True)
     if options.save is not None:
-        _generate(options, programs.append)
+        count = max(options.operations // _OPERATIONS_PER_PROGRAM, 1)
+        run_programs(options.backend, RANKS, count, programs.append, options.seed)
         options.save.write_text("".join(f"{p.to_json()}\n" for p in programs))
         print(f"fuzz: {len(programs)} programs written to {options.save}")
         return 0
@@ -53,7 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
             programs.append(program)
 
         if options.replay is None:
-            _generate(options, run)
+            seed = options.seed
+            while operations < options.operations:
+                run_programs(options.backend, RANKS, _BATCH, run, seed)
+                seed += 1
         else:
             for line in options.replay.read_text().splitlines():
                 try:
@@ -70,13 +82,6 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print(f"fuzz: {json.dumps(summary)}")
     return 0
-
-
-def _generate(options: argparse.Namespace, run: object) -> None:
-    from fuzz_machine import run_programs
-
-    count = max(options.operations // OPERATIONS_PER_PROGRAM, 1)
-    run_programs(options.backend, RANKS, count, run, fresh=not options.fixed)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -173,6 +173,7 @@ def machine(backend: str, ranks: tuple[int, ...], run: Callable[[Program], objec
             self.steps.append(Drop(which))
             self.alive -= 1
 
+        @precondition(lambda self: not (self.steps and isinstance(self.steps[-1], Refuse)))
         @rule(
             which=_WHICH,
             rank=st.integers(0, max(ranks) - 1),
@@ -182,7 +183,7 @@ def machine(backend: str, ranks: tuple[int, ...], run: Callable[[Program], objec
         def refuse(self, which: int, rank: int, what: str, seed: int) -> None:
             self.steps.append(Refuse(which, rank, what, seed))
 
-        @precondition(lambda self: len(self.steps) > 5)
+        @precondition(lambda self: not any(isinstance(s, Rebuild) for s in self.steps[-9:]))
         @rule(raw=_LAYOUT)
         def rebuild(self, raw: dict[str, Any]) -> None:
             self.layout = _fitted_layout(raw, self.first.ranks, backend)
@@ -203,19 +204,19 @@ def run_programs(
     ranks: tuple[int, ...],
     programs: int,
     run: Callable[[Program], object],
-    fresh: bool = False,
+    seed: int,
 ) -> None:
-    """Gives `programs` programs to `run`, and where it raises shrinks the program and raises.
+    """Gives about `programs` programs to `run`, the same for the same seed.
 
-    fresh: other programs on every call; else always the same.
+    Where it raises, shrinks the program and raises.
     """
     settings = hypothesis.settings(
         max_examples=programs,
         stateful_step_count=STEPS,
-        derandomize=not fresh,
         database=None,
         deadline=None,
         print_blob=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    run_state_machine_as_test(machine(backend, ranks, run), settings=settings)
+    seeded = hypothesis.seed(seed)(machine(backend, ranks, run))
+    run_state_machine_as_test(seeded, settings=settings)

@@ -1,14 +1,10 @@
-"""Runs programs: a pool of ranks that stay alive, and what each of them does and checks."""
+"""What a rank does and checks in a program."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -37,9 +33,8 @@ from moe_ep import (
     OrderError,
     PeerError,
 )
-from moe_ep.testing import launch_ranks
 
-_TIMEOUT_S = 30.0
+TIMEOUT_S = 30.0
 _LOW_LATENCY_IN_FLIGHT = 2
 
 
@@ -413,103 +408,5 @@ def _ep_layout(layout: Layout, backend: str) -> EPLayout:
             "exact_combine": layout.exact,
         },
         backend=backend,
-        timeouts={"first_s": _TIMEOUT_S, "steady_s": _TIMEOUT_S},
+        timeouts={"first_s": TIMEOUT_S, "steady_s": TIMEOUT_S},
     )
-
-
-class RankPool:
-    """Ranks that stay alive from program to program; started anew after a failure.
-
-    A program of n ranks runs on the first n. All must be there when the pool is used.
-    """
-
-    def __init__(self, size: int, backend: str, limit_s: float) -> None:
-        self.size, self.backend, self.limit_s = size, backend, limit_s
-        self._pipes: list[Connection] = []
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def run(self, program: Program) -> int:
-        """The number of operations that every rank has checked.
-
-        Raises:
-            AssertionError: a check failed, with the traceback of every rank that failed.
-        """
-        if self._thread is None:
-            self._start()
-        pipes = self._pipes[: program.layout.ranks]
-        for pipe in pipes:
-            pipe.send(program)
-        counts, errors, waiting = set(), [], list(pipes)
-        while waiting:
-            ready = wait(waiting, timeout=2 * _TIMEOUT_S)
-            if not ready:
-                errors.append(f"{len(waiting)} ranks do not answer")
-                break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                waiting.remove(pipe)
-                try:
-                    count, error = pipe.recv()
-                except (EOFError, ConnectionError):
-                    count, error = 0, "a rank died"
-                counts.add(count)
-                if error is not None:
-                    errors.append(error)
-            if errors and waiting and not wait(waiting, timeout=0.5):
-                break  # they wait for the one that failed
-        if errors:
-            if waiting:
-                self.stop()
-            raise AssertionError("\n".join(errors))
-        assert len(counts) == 1, f"ranks checked {counts} operations"
-        return int(counts.pop())
-
-    def stop(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()  # the ranks end
-        if self._thread is not None:
-            self._thread.join()
-        self._pipes, self._thread = [], None
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        pairs = [context.Pipe() for _ in range(self.size)]
-        self._pipes = [mine for mine, _ in pairs]
-        theirs = [pipe for _, pipe in pairs]
-        arguments = (_serve, self.size, theirs, self.backend)
-
-        def launch() -> None:
-            launch_ranks(*arguments, limit_s=self.limit_s)
-
-        self._thread = threading.Thread(target=launch, daemon=True)
-        self._thread.start()
-        for pipe in self._pipes:
-            assert pipe.recv() == "ready"
-        for pipe in theirs:
-            pipe.close()
-
-
-def _serve(rank: int, pipes: list[Connection], backend: str) -> None:
-    """Runs programs until the pool closes its end of the pipe."""
-    mine = pipes[rank]
-    for pipe in pipes:
-        if pipe is not mine:
-            pipe.close()
-    groups = [dist.new_group(range(n + 1)) for n in range(len(pipes))]
-    mine.send("ready")
-    while True:
-        try:
-            program: Program = mine.recv()
-        except (EOFError, ConnectionError):
-            return
-        try:
-            ranks = program.layout.ranks
-            mine.send((Rank(rank, groups[ranks - 1], backend, program.layout).run(program), None))
-        except BaseException:
-            mine.send((0, traceback.format_exc()))

@@ -29,7 +29,7 @@ ELSEWHERE = {
     r"bash scripts/train_mixtral\.sh": "tests/integrations/test_training_run.py",
     r"bash scripts/test\.sh( tests/unit)?$": ".ci/run",
     r"bash \.ci/run$": ".ci/run",
-    r"bash scripts/fuzz\.sh( --fixed)?$": "tests/fuzz/test_fuzz.py",
+    r"bash scripts/fuzz\.sh( --seed 0)?$": "tests/fuzz/test_fuzz.py",
     r"python scripts/api_reference\.py$": "tests/integrations/test_api_reference.py",
     r"torchrun .* -m moe_ep doctor$": "tests/multiprocess/test_doctor_ranks.py",
     r"torchrun .* -m moe_ep bench ": "tests/multiprocess/test_bench.py",
