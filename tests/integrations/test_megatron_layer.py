@@ -163,7 +163,8 @@ def _check_unbalanced(rank: int) -> None:
             output, _ = layer(leaf)
             output.sum().backward()
             outputs.append((output.detach(), leaf.grad))
-        torch.testing.assert_close(outputs[0], outputs[1])
+        # Outputs are below 1e-3: an absolute tolerance of the default size would see nothing.
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-8)
         received = torch.tensor([ours.token_dispatcher.ep.operations])
         dist.all_reduce(received)
         assert int(received) == 2 * 4  # dispatch, combine and their backwards on both ranks
