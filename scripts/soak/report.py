@@ -17,8 +17,8 @@ LOSS_LIMIT = 1e-6
 # what an allocator cannot use again between pieces of changing sizes.
 LIMITS = {"rss": 16 << 20, "live": 8 << 20, "blocks": 50_000, "cuda": 1 << 20}
 # Caches of torch and of the frameworks fill while shapes are new: expert loads differ in each step.
-WARM_UP_STEPS = 120
-LEAST_SAMPLES = 80  # fewer steps after it say nothing about growth
+WARM_UP_STEPS = 130
+LEAST_SAMPLES = 70  # fewer steps after it say nothing about growth
 
 
 @dataclass
