@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -18,6 +19,7 @@ from moe_ep.errors import MoEEPError
 from soak import workload
 from soak.events import EventLog
 from soak.faults import Disturbance
+from soak.memory import held
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LINGER_S = 30.0  # for other survivors, so that none mistakes this rank's end for the death
@@ -71,7 +73,10 @@ class SoakTraining(megatron_run.Training):
         sent = workload.exchange(self.ep, seed, self.step, _DTYPES[options.dtype], self.device)
         rows = self._check_rows(record["tokens_per_expert"], sent)
         self.step_seconds.append(time.monotonic() - begin)
-        self.log.write(event="step", step=self.step, loss=record["lm_loss"], rows=rows, **memory())
+        gc.collect()  # what waits for it is no leak
+        if len(self.step_seconds) == 1:
+            gc.freeze()  # and later collections are quick
+        self.log.write(event="step", step=self.step, loss=record["lm_loss"], rows=rows, **held())
         return record
 
     def _check_rows(self, routed: list[list[int]], sent: int) -> int:
@@ -147,16 +152,6 @@ class SoakTraining(megatron_run.Training):
 
     def _report(self) -> None:
         """The soak has a report of its own."""
-
-
-def memory() -> dict[str, int]:
-    """Bytes that this process holds of the host's memory, and torch of the GPU's."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    held = {"rss": pages * os.sysconf("SC_PAGE_SIZE")}
-    if torch.cuda.is_initialized():
-        held["cuda"] = torch.cuda.memory_allocated()
-        held["cuda_reserved"] = torch.cuda.memory_reserved()
-    return held
 
 
 def run(plan: dict[str, Any]) -> int:

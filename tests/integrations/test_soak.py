@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each check is one of the soak's own verdicts; memory needs longer runs than this one.
@@ -24,7 +24,7 @@ def soak(state: Path, *flags: str, code: int) -> str:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=400,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
