@@ -18,22 +18,28 @@ struct Verdict {
   int culprit, worst_rows, max_tokens;
 };
 
-// The same on all ranks, since all see the same matrix. Called by all threads of a block.
-__device__ Verdict judge(const NotifyArgs& args, const int32_t* matrix, const int32_t* scan) {
-  __shared__ int32_t bad[kMaxRanks], tokens[kMaxRanks];
+// What a block knows once all counts have arrived.
+struct Offsets {
+  int32_t* base;    // [columns] where this rank's share of each column begins
+  int32_t* scan;    // [E+1] rows before each expert, over all ranks, padding included
+  int32_t* counts;  // [L] rows of each local expert that hold a token
+};
+
+// The same by rank, in shared memory of its own.
+struct RankCounts {
+  ListCut rows, items;  // of this rank, by source
+  int32_t bad[kMaxRanks], tokens[kMaxRanks];
+};
+
+// The same on all ranks, since all see the same matrix.
+__device__ Verdict judge(const NotifyArgs& args, const int32_t* scan, const RankCounts& by_rank) {
   const CommView& comm = args.comm;
-  const int experts = comm.num_experts, ranks = comm.num_ranks, local = experts / ranks;
-  for (int r = threadIdx.x; r < ranks; r += kNotifyThreads) {
-    const int32_t* row = matrix + r * count_columns(experts, ranks);
-    bad[r] = row[bad_index_column(experts, ranks)];
-    tokens[r] = row[num_tokens_column(experts, ranks)];
-  }
-  __syncthreads();
+  const int ranks = comm.num_ranks, local = comm.num_experts / ranks;
   Verdict verdict{};
   int bad_rank = -1, fullest = 0;
   for (int r = ranks - 1; r >= 0; --r) {
-    if (bad[r] > 0) bad_rank = r;
-    verdict.max_tokens = max(verdict.max_tokens, tokens[r]);
+    if (by_rank.bad[r] > 0) bad_rank = r;
+    verdict.max_tokens = max(verdict.max_tokens, by_rank.tokens[r]);
     const int rows = scan[(r + 1) * local] - scan[r * local];
     if (rows >= verdict.worst_rows) verdict.worst_rows = rows, fullest = r;
   }
@@ -46,141 +52,155 @@ __device__ Verdict judge(const NotifyArgs& args, const int32_t* matrix, const in
   return verdict;
 }
 
-// Computes the block's offsets from the matrix of counts.
-__device__ void compute_offsets(const NotifyArgs& args, const int32_t* matrix,
-                                const Offsets& offsets) {
+// Adds up the counts of each expert over the ranks.
+__device__ void add_expert_counts(const NotifyArgs& args, CountMatrix& matrix,
+                                  const Offsets& offsets) {
   const CommView& comm = args.comm;
-  const int experts = comm.num_experts, ranks = comm.num_ranks, local = experts / ranks;
-  const int width = count_columns(experts, ranks);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int e = threadIdx.x; e < experts; e += kNotifyThreads) {
+  const int local = comm.num_experts / comm.num_ranks, first = comm.rank * local;
+  for (int e = threadIdx.x; e < comm.num_experts; e += kNotifyThreads) {
     constexpr int kLoads = 8;  // at once
     int32_t total = 0, before = 0;
-    for (int first = 0; first < ranks; first += kLoads) {
-      int32_t counts[kLoads];
+    for (int begin = 0; begin < comm.num_ranks; begin += kLoads) {
+      uint64_t words[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        counts[i] = first + i < ranks ? matrix[(first + i) * width + e] : 0;
+        if (begin + i < comm.num_ranks) words[i] = matrix.load(begin + i, e);
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        if (first + i < comm.rank) before += counts[i];
-        total += counts[i];
+        if (begin + i >= comm.num_ranks) continue;
+        const int32_t count = matrix.value(words[i], begin + i, e);
+        if (begin + i < comm.rank) before += count;
+        total += count;
       }
     }
     offsets.base[e] = before;
     offsets.scan[e] = static_cast<int32_t>(align_up(total, args.row_alignment));
+    if (e >= first && e < first + local) offsets.counts[e - first] = total;
   }
-  const int32_t* mine = matrix + comm.rank * width;
-  for (int d = warp; d < ranks; d += kNotifyWarps) {
-    const int rows_at = rank_rows_column(experts), items_at = items_column(experts, ranks);
-    int32_t rows = 0, items = 0;
-    for (int i = lane; i < d; i += 32) rows += mine[rows_at + i], items += mine[items_at + i];
+}
+
+// Adds up what goes from rank to rank, a warp per peer.
+__device__ void add_rank_counts(const CommView& comm, CountMatrix& matrix, const Offsets& offsets,
+                                RankCounts& by_rank) {
+  const int rows_at = rank_rows_column(comm.num_experts);
+  const int items_at = items_column(comm.num_experts, comm.num_ranks);
+  const int flags_at = bad_index_column(comm.num_experts, comm.num_ranks);  // then: tokens
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, me = comm.rank;
+  for (int r = warp; r < comm.num_ranks; r += kNotifyWarps) {
+    int32_t sent_rows = 0, sent_items = 0;  // from here, to ranks before r
+    int32_t rows = 0, items = 0;            // from r, to ranks before this one
+    const uint64_t flag = matrix.load(r, flags_at + lane % 2);
+    for (int i = lane; i < comm.num_ranks; i += 32) {
+      uint64_t words[4] = {};
+      if (i < r) words[0] = matrix.load(me, rows_at + i), words[1] = matrix.load(me, items_at + i);
+      if (i <= me) words[2] = matrix.load(r, rows_at + i), words[3] = matrix.load(r, items_at + i);
+      if (i < r) sent_rows += matrix.value(words[0], me, rows_at + i);
+      if (i < r) sent_items += matrix.value(words[1], me, items_at + i);
+      if (i <= me) {
+        const int32_t its_rows = matrix.value(words[2], r, rows_at + i);
+        const int32_t its_items = matrix.value(words[3], r, items_at + i);
+        if (i < me) rows += its_rows, items += its_items;
+        if (i == me) by_rank.rows.begin[r + 1] = its_rows, by_rank.items.begin[r + 1] = its_items;
+      }
+    }
+    if (lane == 0) by_rank.bad[r] = matrix.value(flag, r, flags_at);
+    if (lane == 1) by_rank.tokens[r] = matrix.value(flag, r, flags_at + 1);
+    sent_rows = warp_sum(sent_rows);
+    sent_items = warp_sum(sent_items);
     rows = warp_sum(rows);
     items = warp_sum(items);
-    if (lane == 0) offsets.base[rows_at + d] = rows;
-    if (lane == 0) offsets.base[items_at + d] = items;
+    if (lane != 0) continue;
+    offsets.base[rows_at + r] = sent_rows;
+    offsets.base[items_at + r] = sent_items;
+    by_rank.rows.at_source[r] = rows;
+    by_rank.items.at_source[r] = items;
   }
-  __syncthreads();
+}
+
+// begin[1..R] hold counts, and then where they end.
+__device__ void scan_cut(ListCut& cut, int num_ranks) {
+  int32_t running = cut.begin[0] = 0;
+  for (int r = 1; r <= num_ranks; ++r) cut.begin[r] = running += cut.begin[r];
+}
+
+// Computes the block's offsets from the counts of all ranks. False: the kernel is to end.
+__device__ bool compute_offsets(const NotifyArgs& args, CountMatrix& matrix, const Offsets& offsets,
+                                RankCounts& by_rank) {
+  const int experts = args.comm.num_experts, local = experts / args.comm.num_ranks;
+  add_expert_counts(args, matrix, offsets);
+  add_rank_counts(args.comm, matrix, offsets, by_rank);
+  if (__syncthreads_and(matrix.complete()) == 0) return false;
+  if (threadIdx.x == kNotifyThreads - 32) scan_cut(by_rank.rows, args.comm.num_ranks);
+  if (threadIdx.x == kNotifyThreads - 64) scan_cut(by_rank.items, args.comm.num_ranks);
   block_exclusive_scan<kNotifyThreads>(offsets.scan, experts);
   for (int e = threadIdx.x; e < experts; e += kNotifyThreads) {
     offsets.base[e] += offsets.scan[e] - offsets.scan[e / local * local];
   }
   __syncthreads();
-}
-
-// Writes the plan's header; a failed notify leaves a plan of nothing. Called by one block.
-__device__ void write_header(const NotifyArgs& args, const int32_t* matrix, const int32_t* scan,
-                             NotifyStatus status) {
-  const bool valid = status == NotifyStatus::kOk;
-  const CommView& comm = args.comm;
-  const int experts = comm.num_experts, ranks = comm.num_ranks, local = experts / ranks;
-  const int width = count_columns(experts, ranks);
-  const int first = comm.rank * local;
-  __shared__ int32_t row_counts[kMaxRanks], item_counts[kMaxRanks];
-  const PlanHeader at = plan_header(ranks, local);
-  int32_t* header = args.plan.header;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int i = threadIdx.x; i <= local; i += kNotifyThreads) {
-    header[at.expert_begin + i] = valid ? scan[first + i] - scan[first] : 0;
-    if (i == local) continue;
-    int32_t count = 0;
-    for (int s = 0; s < ranks; ++s) count += matrix[s * width + first + i];
-    header[at.expert_count + i] = valid ? count : 0;
-  }
-  for (int s = warp; s < ranks; s += kNotifyWarps) {
-    const int32_t* row = matrix + s * width;
-    const int rows_at = rank_rows_column(experts), items_at = items_column(experts, ranks);
-    int32_t skipped_rows = 0, skipped_items = 0;
-    for (int d = lane; d < comm.rank; d += 32) {
-      skipped_rows += row[rows_at + d];
-      skipped_items += row[items_at + d];
-    }
-    skipped_rows = warp_sum(skipped_rows);
-    skipped_items = warp_sum(skipped_items);
-    if (lane != 0) continue;
-    row_counts[s] = valid ? row[rows_at + comm.rank] : 0;
-    item_counts[s] = valid ? row[items_at + comm.rank] : 0;
-    header[at.source_rank_row + s] = skipped_rows;
-    header[at.source_item + s] = skipped_items;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int32_t rows = 0, items = 0;
-    for (int s = 0; s <= ranks; ++s) {
-      header[at.rank_row_begin + s] = rows;
-      header[at.item_begin + s] = items;
-      if (s == ranks) break;
-      rows += row_counts[s];
-      items += item_counts[s];
-    }
-    header[at.num_rows] = valid ? scan[first + local] - scan[first] : 0;
-    header[at.status] = static_cast<int32_t>(status);
-    header[at.num_rank_rows] = rows;
-    header[at.num_items] = items;
-  }
-  __syncthreads();
+  return true;
 }
 
 // Tells the host how much to allocate, before anything else is done with the counts.
-__device__ void report(const NotifyArgs& args, const Verdict& verdict) {
+__device__ void report(const NotifyArgs& args, const Verdict& verdict, const Offsets& offsets,
+                       const RankCounts& by_rank) {
   const CommView& comm = args.comm;
   HostState* host = comm.host;
+  const bool valid = verdict.status == NotifyStatus::kOk;
+  if (!args.report_to_host && (valid || host->sticky_status != 0)) return;
   const int local = comm.num_experts / comm.num_ranks;
-  const PlanHeader at = plan_header(comm.num_ranks, local);
-  const int32_t* header = args.plan.header;
-  if (!args.report_to_host) {
-    if (threadIdx.x == 0 && verdict.status != NotifyStatus::kOk && host->sticky_status == 0) {
-      host->culprit = verdict.culprit;
-      host->worst_rows = verdict.worst_rows;
-      host->max_tokens = verdict.max_tokens;
-      host->capacity = args.capacity;
-      __threadfence_system();
-      host->sticky_status = static_cast<uint32_t>(verdict.status);
+  const int32_t* scan = offsets.scan + comm.rank * local;
+  if (args.report_to_host && valid) {
+    for (int i = threadIdx.x; i < local; i += kNotifyThreads) {
+      host->expert_rows[i] = scan[i + 1] - scan[i];
+      host->expert_count[i] = offsets.counts[i];
     }
-    return;
   }
-  for (int i = threadIdx.x; i < local; i += kNotifyThreads) {
-    host->expert_rows[i] = header[at.expert_begin + i + 1] - header[at.expert_begin + i];
-    host->expert_count[i] = header[at.expert_count + i];
-  }
-  __threadfence_system();
   __syncthreads();
   if (threadIdx.x != 0) return;
   host->capacity = args.capacity;
-  host->status = verdict.status;
   host->culprit = verdict.culprit;
   host->worst_rows = verdict.worst_rows;
   host->max_tokens = verdict.max_tokens;
-  host->num_rows = header[at.num_rows];
-  host->num_rank_rows = header[at.num_rank_rows];
-  host->num_items = header[at.num_items];
-  __threadfence_system();
-  host->counts_ready = 1;
+  if (!args.report_to_host) {
+    ptx::store_release_system(&host->sticky_status, static_cast<uint32_t>(verdict.status));
+    return;
+  }
+  host->status = verdict.status;
+  host->num_rows = scan[local] - scan[0];
+  host->num_rank_rows = by_rank.rows.begin[comm.num_ranks];
+  host->num_items = by_rank.items.begin[comm.num_ranks];
+  ptx::store_release_system(&host->counts_ready, 1);  // covers what the barrier has put before it
+}
+
+// Writes the plan's header; a failed notify leaves a plan of nothing. Called by one block.
+__device__ void write_header(const NotifyArgs& args, NotifyStatus status, const Offsets& offsets,
+                             const RankCounts& by_rank) {
+  const bool valid = status == NotifyStatus::kOk;
+  const int ranks = args.comm.num_ranks, local = args.comm.num_experts / ranks;
+  const int32_t* scan = offsets.scan + args.comm.rank * local;
+  const PlanHeader at = plan_header(ranks, local);
+  int32_t* header = args.plan.header;
+  for (int i = threadIdx.x; i <= local; i += kNotifyThreads) {
+    header[at.expert_begin + i] = valid ? scan[i] - scan[0] : 0;
+    if (i < local) header[at.expert_count + i] = valid ? offsets.counts[i] : 0;
+  }
+  for (int s = threadIdx.x; s <= ranks; s += kNotifyThreads) {
+    header[at.rank_row_begin + s] = valid ? by_rank.rows.begin[s] : 0;
+    header[at.item_begin + s] = valid ? by_rank.items.begin[s] : 0;
+    if (s == ranks) break;
+    header[at.source_rank_row + s] = by_rank.rows.at_source[s];
+    header[at.source_item + s] = by_rank.items.at_source[s];
+  }
+  if (threadIdx.x != 0) return;
+  header[at.num_rows] = valid ? scan[local] - scan[0] : 0;
+  header[at.status] = static_cast<int32_t>(status);
+  header[at.num_rank_rows] = valid ? by_rank.rows.begin[ranks] : 0;
+  header[at.num_items] = valid ? by_rank.items.begin[ranks] : 0;
 }
 
 // Gives every slot its row and publishes rank rows and items, in order. `counters` holds, per warp,
-// the next free place of each column.
+// the next free place of each column, among this rank's own.
 __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const Offsets& offsets) {
   const CommView& comm = args.comm;
   const PlanView& plan = args.plan;
@@ -227,6 +247,10 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
       *next_item += __popc(same_rank);
     }
     __syncwarp();
+    if (used) {  // from places among this rank's own to places among all
+      row += offsets.base[expert];
+      rank_row += offsets.base[rank_rows_column(experts) + destination];
+    }
     if (!walk.has_slot()) continue;
     const int64_t slot = walk.slot();
     const int32_t token = static_cast<int32_t>(walk.token());
@@ -234,11 +258,12 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
     if (static_cast<int>(lane) == walk.first_lane())
       plan.num_partials[token] = __popc(token_firsts);
     if (!used) continue;
-    items[item_begin + order] = {row, static_cast<int32_t>(slot)};
-    plan.item_of_slot[slot] = item_begin + order;
-    if (!walk.is_first()) continue;
     const int32_t segment = offsets.base[items_column(experts, ranks) + destination];
-    rank_rows[rank_row] = {token, rank_row, item_begin - segment, __popc(share)};
+    const int32_t item = segment + item_begin + order;
+    items[item] = {row, static_cast<int32_t>(slot)};
+    plan.item_of_slot[slot] = item;
+    if (!walk.is_first()) continue;
+    rank_rows[rank_row] = {token, rank_row, item_begin, __popc(share)};
     plan.partial_slots[token * destinations + position] = rank_row;
   }
 }
@@ -257,33 +282,28 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   if (is_aborted(comm)) return;
   const uint64_t operation = comm.control->operation + 1;
   const int columns = count_columns(comm.num_experts, comm.num_ranks);
+  __shared__ RankCounts by_rank;
   int32_t* counters = shared;  // [warps][columns]
-  const Offsets offsets{counters + kNotifyWarps * columns, counters + (kNotifyWarps + 1) * columns};
-  int32_t* block_counts = args.scratch;
-  int32_t* matrix = args.scratch + kMaxNotifyBlocks * columns;
+  int32_t* base = counters + kNotifyWarps * columns;
+  const Offsets offsets{base, base + columns, base + columns + comm.num_experts + 1};
 
-  count_slots(args, counters, block_counts);
+  count_slots(args, counters, args.scratch);
   if (!grid_barrier(comm, operation)) return;
-  send_counts(args, operation, block_counts);
-  receive_counts(comm, operation, matrix);
-  if (!grid_barrier(comm, operation) || is_aborted(comm)) return;
+  if (blockIdx.x == 0)
+    send_counts(args, operation, args.scratch);
+  else
+    add_blocks_before(counters, args.scratch, columns);
+  CountMatrix matrix(comm, operation);
+  if (!wait_for_counts(comm, matrix)) return;
+  if (!compute_offsets(args, matrix, offsets, by_rank)) return;
 
-  compute_offsets(args, matrix, offsets);
-  const Verdict verdict = judge(args, matrix, offsets.scan);
+  const Verdict verdict = judge(args, offsets.scan, by_rank);
   const bool valid = verdict.status == NotifyStatus::kOk;
   if (blockIdx.x == 0) {
-    if (threadIdx.x == 0) report_wait(comm);
-    write_header(args, matrix, offsets.scan, verdict.status);
-    report(args, verdict);
+    report(args, verdict, offsets, by_rank);
+    write_header(args, verdict.status, offsets, by_rank);
   }
   if (valid) {
-    const int32_t* before = block_counts + static_cast<int64_t>(blockIdx.x) * columns;
-    // The last two columns have no places.
-    for (int c = threadIdx.x; c < columns - 2; c += kNotifyThreads) {
-      const int32_t begin = before[c] + offsets.base[c];
-      for (int w = 0; w < kNotifyWarps; ++w) counters[w * columns + c] += begin;
-    }
-    __syncthreads();
     publish_lists(args, counters, offsets);
   } else {
     clear_slots(args.plan);
@@ -295,19 +315,24 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   // Ending only when all ranks have published makes one notify a barrier: no rank can be so far
   // ahead that it overwrites counts or lists somebody still reads.
   if (!wait_all_peers(comm, Signal::kListsReady, operation, Phase::kLists)) return;
-  if (valid && args.plan.rank_rows != nullptr) fetch_lists(comm, args.plan);
-  if (blockIdx.x == 0 && threadIdx.x == 0) comm.control->operation = operation;
+  if (valid && args.plan.rank_rows != nullptr) {
+    fetch_lists(comm, args.plan, by_rank.rows, by_rank.items);
+  }
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  // A failed one uses up the number of the dispatch, too, for which rows may have been staged.
+  comm.control->operation = valid ? operation : operation + 1;
 }
 
 int64_t shared_bytes(int num_experts, int num_ranks) {
   const int64_t columns = count_columns(num_experts, num_ranks);
-  return ((kNotifyWarps + 1) * columns + num_experts + 1) * static_cast<int64_t>(sizeof(int32_t));
+  const int64_t words = (kNotifyWarps + 1) * columns + num_experts + 1 + num_experts / num_ranks;
+  return words * static_cast<int64_t>(sizeof(int32_t));
 }
 
 }  // namespace
 
 int64_t notify_scratch_words(int num_experts, int num_ranks) {
-  return static_cast<int64_t>(kMaxNotifyBlocks + num_ranks) * count_columns(num_experts, num_ranks);
+  return static_cast<int64_t>(kMaxNotifyBlocks) * count_columns(num_experts, num_ranks);
 }
 
 cudaError_t prepare_notify(int num_experts, int num_ranks) {

@@ -10,12 +10,6 @@ constexpr int kNotifyThreads = 512;
 constexpr int kNotifyWarps = kNotifyThreads / 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// What a block knows once all counts have arrived. All arrays in shared memory.
-struct Offsets {
-  int32_t* base;  // [columns] where this rank's share of each column begins
-  int32_t* scan;  // [E+1] rows before each expert, over all ranks, padding included
-};
-
 struct Range {
   int64_t begin, end;  // tokens
 };
@@ -113,89 +107,133 @@ __device__ inline void count_slots(const NotifyArgs& args, int32_t* counters,
   }
   __syncthreads();
   for (int c = threadIdx.x; c < columns; c += kNotifyThreads) {
-    int32_t running = 0;
+    int32_t values[kNotifyWarps], running = 0;
+#pragma unroll
+    for (int w = 0; w < kNotifyWarps; ++w) values[w] = counters[w * columns + c];
+#pragma unroll
     for (int w = 0; w < kNotifyWarps; ++w) {
-      const int32_t value = counters[w * columns + c];
       counters[w * columns + c] = running;
-      running += value;
+      running += values[w];
     }
     block_counts[static_cast<int64_t>(blockIdx.x) * columns + c] = running;
   }
 }
 
-__device__ __forceinline__ void publish_count(const CommView& comm, uint64_t operation, int column,
-                                              uint32_t value) {
-  const int64_t width = count_columns(comm.num_experts, comm.num_ranks);
-  const uint64_t word = operation << 32 | value;
-  for (int i = 0; i < comm.num_ranks; ++i) {
-    const int peer = (comm.rank + i) % comm.num_ranks;
-    uint64_t* counts = reinterpret_cast<uint64_t*>(comm.peers[peer] + comm.layout.counts);
-    ptx::store_relaxed_system(counts + comm.rank * width + column, word);
+// What the blocks before `end` have counted in column c.
+__device__ __forceinline__ int32_t sum_blocks(const int32_t* block_counts, int columns, int c,
+                                              int end) {
+  constexpr int kLoads = 16;  // at once
+  int32_t sum = 0;
+  for (int first = 0; first < end; first += kLoads) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      sum += first + i < end ? block_counts[(first + i) * columns + c] : 0;
+    }
   }
+  return sum;
 }
 
-// Scans the block counts over blocks and sends the totals to every rank.
+// Sends this rank's counts to every rank, as words {operation, value}.
 __device__ inline void send_counts(const NotifyArgs& args, uint64_t operation,
-                                   int32_t* block_counts) {
+                                   const int32_t* block_counts) {
   const CommView& comm = args.comm;
   const int experts = comm.num_experts, ranks = comm.num_ranks;
   const int columns = count_columns(experts, ranks);
-  const int step = gridDim.x * kNotifyThreads;
-  for (int c = blockIdx.x * kNotifyThreads + threadIdx.x; c < columns; c += step) {
-    constexpr int kLoads = 8;  // at once
-    int32_t running = 0;
-    for (int first = 0; first < gridDim.x; first += kLoads) {
-      int32_t values[kLoads];
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const bool inside = first + i < gridDim.x;
-        values[i] = inside ? block_counts[(first + i) * columns + c] : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if (first + i < gridDim.x) block_counts[(first + i) * columns + c] = running;
-        running += values[i];
-      }
+  for (int c = threadIdx.x; c < columns; c += kNotifyThreads) {
+    int32_t value = sum_blocks(block_counts, columns, c, static_cast<int>(gridDim.x));
+    if (c == bad_index_column(experts, ranks)) value += comm.bad_input;
+    if (c == num_tokens_column(experts, ranks)) value = static_cast<int>(args.plan.num_tokens);
+    const uint64_t word = operation << 32 | static_cast<uint32_t>(value);
+    for (int i = 0; i < ranks; ++i) {
+      const int peer = (comm.rank + i) % ranks;
+      uint64_t* counts = reinterpret_cast<uint64_t*>(comm.peers[peer] + comm.layout.counts);
+      ptx::store_relaxed_system(counts + comm.rank * static_cast<int64_t>(columns) + c, word);
     }
-    if (c == bad_index_column(experts, ranks)) running += comm.bad_input;
-    if (c == num_tokens_column(experts, ranks)) running = static_cast<int>(args.plan.num_tokens);
-    publish_count(comm, operation, c, running);
   }
 }
 
-// Waits for the counts of every rank and copies them to `matrix` [R][count_columns].
-__device__ inline void receive_counts(const CommView& comm, uint64_t operation, int32_t* matrix) {
-  const int width = count_columns(comm.num_experts, comm.num_ranks);
-  const uint64_t* counts =
-      reinterpret_cast<const uint64_t*>(comm.peers[comm.rank] + comm.layout.counts);
-  const uint32_t tag = static_cast<uint32_t>(operation);
-  const int step = gridDim.x * kNotifyThreads;
-  for (int i = blockIdx.x * kNotifyThreads + threadIdx.x; i < comm.num_ranks * width; i += step) {
-    uint64_t word = ptx::load_relaxed_system(counts + i);
-    if (word >> 32 != tag) {
-      Deadline deadline;
-      for (; word >> 32 != tag; word = ptx::load_relaxed_system(counts + i)) {
-        if (!deadline.expired(comm, comm.timeout_ns)) continue;
-        word = ptx::load_relaxed_system(counts + i);  // the last look
-        if (word >> 32 == tag) break;
-        record_fault(comm, i / width, Phase::kCounts, operation, operation << 32, word);
-        return;
-      }
-      if (i % width == width - 1) {  // one word tells for its row: all are sent at once
-        const uint64_t waited = pack_wait(ptx::global_nanoseconds() - deadline.start, i / width);
-        atomicMax(reinterpret_cast<unsigned long long*>(&comm.control->slowest_peer), waited);
-      }
-    }
-    matrix[i] = static_cast<int32_t>(word);
+// Adds what the blocks before this one have counted.
+__device__ inline void add_blocks_before(int32_t* counters, const int32_t* block_counts,
+                                         int columns) {
+  for (int c = threadIdx.x; c < columns; c += kNotifyThreads) {
+    const int32_t before = sum_blocks(block_counts, columns, c, static_cast<int>(blockIdx.x));
+#pragma unroll
+    for (int w = 0; w < kNotifyWarps; ++w) counters[w * columns + c] += before;
   }
 }
 
-// Tells the host who came last. Called by one thread, once all counts have arrived.
-__device__ inline void report_wait(const CommView& comm) {
-  const uint64_t slowest =
-      atomicExch(reinterpret_cast<unsigned long long*>(&comm.control->slowest_peer), 0ull);
-  // Nobody: all peers' counts had arrived before this rank's own were sent.
-  comm.host->slowest_peer = slowest != 0 ? slowest : pack_wait(0, comm.rank);
+// Waits for a word of `operation`; another one comes back after a fault.
+static __device__ __noinline__ uint64_t wait_count(const CommView& comm, const uint64_t* address,
+                                                   uint64_t operation, int source) {
+  uint64_t word = ptx::load_relaxed_system(address);
+  for (Deadline deadline; word >> 32 != static_cast<uint32_t>(operation);
+       word = ptx::load_relaxed_system(address)) {
+    if (!deadline.expired(comm, comm.timeout_ns)) continue;
+    word = ptx::load_relaxed_system(address);  // the last look
+    if (word >> 32 == static_cast<uint32_t>(operation)) break;
+    record_fault(comm, source, Phase::kCounts, operation, operation << 32, word);
+    break;
+  }
+  return word;
+}
+
+// The counts of all ranks [R][count_columns], as they arrive in this rank's memory. Every block
+// reads them for itself: a word tells by its operation whether it is there.
+class CountMatrix {
+ public:
+  __device__ __forceinline__ CountMatrix(const CommView& comm, uint64_t operation)
+      : comm_(comm),
+        operation_(operation),
+        columns_(count_columns(comm.num_experts, comm.num_ranks)),
+        words_(reinterpret_cast<const uint64_t*>(comm.peers[comm.rank] + comm.layout.counts)) {}
+
+  __device__ __forceinline__ uint64_t load(int source, int column) const {
+    return ptx::load_relaxed_system(at(source, column));
+  }
+  __device__ __forceinline__ bool is_there(uint64_t word) const {
+    return word >> 32 == static_cast<uint32_t>(operation_);
+  }
+  // The count in a word that was loaded, waited for if it had not arrived.
+  __device__ __forceinline__ int32_t value(uint64_t word, int source, int column) {
+    if (!is_there(word)) {
+      word = wait_count(comm_, at(source, column), operation_, source);
+      complete_ = complete_ && is_there(word);
+    }
+    return static_cast<int32_t>(word);
+  }
+  // Whether all that this thread has waited for has come. Else the kernel is to end.
+  __device__ __forceinline__ bool complete() const { return complete_; }
+
+ private:
+  __device__ __forceinline__ const uint64_t* at(int source, int column) const {
+    return words_ + source * static_cast<int64_t>(columns_) + column;
+  }
+
+  const CommView& comm_;
+  uint64_t operation_;
+  int columns_;
+  const uint64_t* words_;
+  bool complete_ = true;
+};
+
+// Waits until the ranks have sent their counts. One word tells for its row: all are sent at once,
+// and what should still be on its way is waited for when it is read. Block 0 tells the host who
+// came last. Called by all threads; false: the kernel is to end.
+__device__ inline bool wait_for_counts(const CommView& comm, CountMatrix& matrix) {
+  __shared__ unsigned long long slowest;  // nobody: all were there before this rank's own were sent
+  if (threadIdx.x == 0) slowest = pack_wait(0, comm.rank);
+  __syncthreads();
+  const int column = num_tokens_column(comm.num_experts, comm.num_ranks);
+  for (int r = threadIdx.x; r < comm.num_ranks; r += kNotifyThreads) {
+    const uint64_t begin = ptx::global_nanoseconds();
+    const uint64_t word = matrix.load(r, column);
+    if (matrix.is_there(word)) continue;
+    matrix.value(word, r, column);
+    if (blockIdx.x == 0) atomicMax(&slowest, pack_wait(ptx::global_nanoseconds() - begin, r));
+  }
+  const bool complete = __syncthreads_and(matrix.complete()) != 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) comm.host->slowest_peer = slowest;
+  return complete;
 }
 
 }  // namespace moe_ep

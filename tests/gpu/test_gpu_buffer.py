@@ -47,3 +47,13 @@ def test_bad_input_raises_on_all_ranks() -> None:
         ["PeerError"] * 6,
         wrong,
     ]
+
+
+def test_static_bad_ids_raise_on_all_ranks() -> None:
+    """The host does not wait for the call that has them: a later one raises."""
+    *peers, culprit = run_ranks(buffer_scenarios.check_static_bad_ids, 3, limit_s=120)
+    assert culprit[0] == "" and culprit[1].startswith("ValueError: rank 2: bad input"), culprit
+    assert culprit[2].startswith("BrokenError"), culprit
+    for told in peers:
+        assert told[0] == "" and told[1].startswith("PeerError") and "rank 2" in told[1], told
+        assert told[2].startswith("BrokenError"), told
