@@ -29,27 +29,34 @@ struct Offsets {
 struct RankCounts {
   ListCut rows, items;  // of this rank, by source
   int32_t bad[kMaxRanks], tokens[kMaxRanks];
+  Verdict verdict;
 };
 
-// The same on all ranks, since all see the same matrix.
-__device__ Verdict judge(const NotifyArgs& args, const int32_t* scan, const RankCounts& by_rank) {
+// The same on all ranks, since all see the same matrix. Called by one warp.
+__device__ void judge(const NotifyArgs& args, const int32_t* scan, RankCounts& by_rank) {
   const CommView& comm = args.comm;
   const int ranks = comm.num_ranks, local = comm.num_experts / ranks;
-  Verdict verdict{};
-  int bad_rank = -1, fullest = 0;
-  for (int r = ranks - 1; r >= 0; --r) {
-    if (by_rank.bad[r] > 0) bad_rank = r;
-    verdict.max_tokens = max(verdict.max_tokens, by_rank.tokens[r]);
+  int bad_rank = kMaxRanks, most_tokens = 0, most_rows = -1, fullest = 0;
+  for (int r = threadIdx.x; r < ranks; r += 32) {
+    if (by_rank.bad[r] > 0) bad_rank = min(bad_rank, r);
+    most_tokens = max(most_tokens, by_rank.tokens[r]);
     const int rows = scan[(r + 1) * local] - scan[r * local];
-    if (rows >= verdict.worst_rows) verdict.worst_rows = rows, fullest = r;
+    if (rows > most_rows) most_rows = rows, fullest = r;
   }
-  const bool overflow = args.capacity > 0 && verdict.worst_rows > args.capacity;
-  verdict.culprit = bad_rank >= 0 ? bad_rank : fullest;
-  verdict.status = bad_rank >= 0                          ? NotifyStatus::kBadInput
-                   : verdict.max_tokens > comm.max_tokens ? NotifyStatus::kNeedsRoom
-                   : overflow                             ? NotifyStatus::kOverflow
-                                                          : NotifyStatus::kOk;
-  return verdict;
+  bad_rank = __reduce_min_sync(kAllLanes, bad_rank);
+  most_tokens = __reduce_max_sync(kAllLanes, most_tokens);
+  const int worst_rows = __reduce_max_sync(kAllLanes, most_rows);
+  fullest = __reduce_min_sync(kAllLanes, most_rows == worst_rows ? fullest : kMaxRanks);
+  if (threadIdx.x != 0) return;
+  const bool is_bad = bad_rank < kMaxRanks;
+  const bool overflow = args.capacity > 0 && worst_rows > args.capacity;
+  by_rank.verdict.culprit = is_bad ? bad_rank : fullest;
+  by_rank.verdict.worst_rows = worst_rows;
+  by_rank.verdict.max_tokens = most_tokens;
+  by_rank.verdict.status = is_bad                          ? NotifyStatus::kBadInput
+                           : most_tokens > comm.max_tokens ? NotifyStatus::kNeedsRoom
+                           : overflow                      ? NotifyStatus::kOverflow
+                                                           : NotifyStatus::kOk;
 }
 
 // Adds up the counts of each expert over the ranks.
@@ -80,14 +87,15 @@ __device__ void add_expert_counts(const NotifyArgs& args, CountMatrix& matrix,
   }
 }
 
-// Adds up what goes from rank to rank, a warp per peer.
+// Adds up what goes from rank to rank, a warp per peer: the last ones, which have fewer experts to
+// see to.
 __device__ void add_rank_counts(const CommView& comm, CountMatrix& matrix, const Offsets& offsets,
                                 RankCounts& by_rank) {
   const int rows_at = rank_rows_column(comm.num_experts);
   const int items_at = items_column(comm.num_experts, comm.num_ranks);
   const int flags_at = bad_index_column(comm.num_experts, comm.num_ranks);  // then: tokens
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, me = comm.rank;
-  for (int r = warp; r < comm.num_ranks; r += kNotifyWarps) {
+  for (int r = kNotifyWarps - 1 - warp; r < comm.num_ranks; r += kNotifyWarps) {
     int32_t sent_rows = 0, sent_items = 0;  // from here, to ranks before r
     int32_t rows = 0, items = 0;            // from r, to ranks before this one
     const uint64_t flag = matrix.load(r, flags_at + lane % 2);
@@ -124,7 +132,8 @@ __device__ void scan_cut(ListCut& cut, int num_ranks) {
   for (int r = 1; r <= num_ranks; ++r) cut.begin[r] = running += cut.begin[r];
 }
 
-// Computes the block's offsets from the counts of all ranks. False: the kernel is to end.
+// Computes the block's offsets, and the verdict, from the counts of all ranks. False: the kernel is
+// to end.
 __device__ bool compute_offsets(const NotifyArgs& args, CountMatrix& matrix, const Offsets& offsets,
                                 RankCounts& by_rank) {
   const int experts = args.comm.num_experts, local = experts / args.comm.num_ranks;
@@ -137,6 +146,7 @@ __device__ bool compute_offsets(const NotifyArgs& args, CountMatrix& matrix, con
   for (int e = threadIdx.x; e < experts; e += kNotifyThreads) {
     offsets.base[e] += offsets.scan[e] - offsets.scan[e / local * local];
   }
+  if (threadIdx.x < 32) judge(args, offsets.scan, by_rank);
   __syncthreads();
   return true;
 }
@@ -201,7 +211,8 @@ __device__ void write_header(const NotifyArgs& args, NotifyStatus status, const 
 
 // Gives every slot its row and publishes rank rows and items, in order. `counters` holds, per warp,
 // the next free place of each column, among this rank's own.
-__device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const Offsets& offsets) {
+__device__ void publish_lists(const NotifyArgs& args, SlotsAhead& ahead, int32_t* counters,
+                              const Offsets& offsets) {
   const CommView& comm = args.comm;
   const PlanView& plan = args.plan;
   const int experts = comm.num_experts, ranks = comm.num_ranks;
@@ -211,10 +222,11 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
   RankRow* rank_rows = reinterpret_cast<RankRow*>(own + comm.layout.rank_rows);
   Item* items = reinterpret_cast<Item*>(own + comm.layout.items);
   const uint32_t lane = threadIdx.x % 32, lower = (1u << lane) - 1;
-  for (SlotWalk walk(args); walk.advance();) {
+  const int expert_bits = bits_below(experts);
+  for (SlotWalk walk(args, ahead, true); walk.advance();) {
     const int expert = walk.expert(), destination = walk.destination();
     const bool used = expert >= 0;
-    const uint32_t same_expert = __match_any_sync(kAllLanes, expert);
+    const uint32_t same_expert = lanes_with_equal(expert, expert_bits, used);
     const uint32_t same_rank = walk.same_rank();
     const uint32_t all_firsts = __ballot_sync(kAllLanes, walk.is_first());
     const uint32_t firsts = all_firsts & same_rank;
@@ -222,6 +234,7 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
     const uint32_t share = same_rank & walk.token_lanes();  // of this token for this destination
     int position = 0;  // destinations of the token below this one
     int order = 0;     // slots of the share with a lower (expert, k)
+#pragma unroll 4
     for (int i = 0; i < plan.num_slots; ++i) {
       const int other = min(walk.first_lane() + i, 31);
       const int its_expert = __shfl_sync(kAllLanes, expert, other);
@@ -283,11 +296,13 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   const uint64_t operation = comm.control->operation + 1;
   const int columns = count_columns(comm.num_experts, comm.num_ranks);
   __shared__ RankCounts by_rank;
+  __shared__ SlotsAhead slots_ahead[kNotifyWarps];
+  SlotsAhead& ahead = slots_ahead[threadIdx.x / 32];
   int32_t* counters = shared;  // [warps][columns]
   int32_t* base = counters + kNotifyWarps * columns;
   const Offsets offsets{base, base + columns, base + columns + comm.num_experts + 1};
 
-  count_slots(args, counters, args.scratch);
+  count_slots(args, ahead, counters, args.scratch);
   if (!grid_barrier(comm, operation)) return;
   if (blockIdx.x == 0)
     send_counts(args, operation, args.scratch);
@@ -297,14 +312,14 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   if (!wait_for_counts(comm, matrix)) return;
   if (!compute_offsets(args, matrix, offsets, by_rank)) return;
 
-  const Verdict verdict = judge(args, offsets.scan, by_rank);
+  const Verdict& verdict = by_rank.verdict;
   const bool valid = verdict.status == NotifyStatus::kOk;
   if (blockIdx.x == 0) {
     report(args, verdict, offsets, by_rank);
     write_header(args, verdict.status, offsets, by_rank);
   }
   if (valid) {
-    publish_lists(args, counters, offsets);
+    publish_lists(args, ahead, counters, offsets);
   } else {
     clear_slots(args.plan);
   }

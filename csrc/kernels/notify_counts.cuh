@@ -25,11 +25,35 @@ __device__ inline Range warp_range(int64_t num_tokens) {
   return {begin, min64(begin + per_warp, num_tokens)};
 }
 
-// A warp's walk over its tokens, as many whole tokens at a time as fit: a lane per slot, and the
-// slots of the next step already on their way. All lanes walk together.
+// The lanes whose value equals this lane's, among those that take part. Values have `bits` bits. (A
+// few ballots; __match_any_sync takes longer the more different values there are.)
+__device__ __forceinline__ uint32_t lanes_with_equal(int value, int bits, bool takes_part) {
+  uint32_t lanes = __ballot_sync(kAllLanes, takes_part);
+  for (int b = 0; b < bits; ++b) {
+    const bool is_set = (value >> b & 1) != 0;
+    const uint32_t set = __ballot_sync(kAllLanes, is_set);
+    lanes &= is_set ? set : ~set;
+  }
+  return lanes;
+}
+
+// Bits of the numbers below `count`.
+__device__ __forceinline__ int bits_below(int count) { return 32 - __clz(count - 1); }
+
+constexpr int kStepsAhead = 8;  // whose slots are loaded at once
+
+// Expert ids of a warp's next steps. A lane sees its own only.
+struct SlotsAhead {
+  int16_t expert[kStepsAhead][32];
+};
+
+// A warp's walk over its tokens, as many whole tokens at a time as fit: a lane per slot. All lanes
+// walk together.
 class SlotWalk {
  public:
-  __device__ __forceinline__ explicit SlotWalk(const NotifyArgs& args) : args_(args) {
+  // again: the warp has walked before, and finds in `ahead` what it left there.
+  __device__ __forceinline__ SlotWalk(const NotifyArgs& args, SlotsAhead& ahead, bool again)
+      : args_(args), ahead_(ahead) {
     const int lane = threadIdx.x % 32, num_slots = args.plan.num_slots;
     const Range range = warp_range(args.plan.num_tokens);
     tokens_per_step_ = 32 / num_slots;
@@ -40,19 +64,27 @@ class SlotWalk {
     end_ = range.end;
     next_begin_ = range.begin;
     slot_ = token_ * num_slots + lane - first_lane_;
-    next_ = load_expert(slot_ + tokens_per_step_ * num_slots, token_ + tokens_per_step_);
+    is_loaded_ = again && range.end - range.begin <= kStepsAhead * tokens_per_step_;
+    experts_per_rank_ = args.comm.num_experts / args.comm.num_ranks;
+    rank_bits_ = bits_below(args.comm.num_ranks);
   }
 
   __device__ __forceinline__ bool advance() {
     if (next_begin_ >= end_) return false;
-    const int step = tokens_per_step_ * args_.plan.num_slots;
     next_begin_ += tokens_per_step_;
     token_ += tokens_per_step_;
-    slot_ += step;
-    expert_ = next_;
-    next_ = load_expert(slot_ + step, token_ + tokens_per_step_);
-    destination_ = expert_ < 0 ? -1 : expert_ / (args_.comm.num_experts / args_.comm.num_ranks);
-    same_rank_ = __match_any_sync(kAllLanes, destination_);
+    slot_ += tokens_per_step_ * args_.plan.num_slots;
+    if (step_ == 0 && !is_loaded_) {
+      if (args_.topk_is_64_bit) {
+        load_ahead(static_cast<const int64_t*>(args_.topk_idx));
+      } else {
+        load_ahead(static_cast<const int32_t*>(args_.topk_idx));
+      }
+    }
+    expert_ = ahead_.expert[step_][threadIdx.x % 32];
+    step_ = (step_ + 1) % kStepsAhead;
+    destination_ = expert_ < 0 ? -1 : expert_ / experts_per_rank_;
+    same_rank_ = lanes_with_equal(destination_, rank_bits_, expert_ >= 0);
     const uint32_t lower = (1u << (threadIdx.x % 32)) - 1;
     is_first_ = expert_ >= 0 && (same_rank_ & token_lanes() & lower) == 0;
     return true;
@@ -68,37 +100,48 @@ class SlotWalk {
   // Whether it is the first of its token for this destination.
   __device__ __forceinline__ bool is_first() const { return is_first_; }
   __device__ __forceinline__ int first_lane() const { return first_lane_; }
-  // Lanes with the slots of the same token; lanes with slots for the same destination.
+  // Lanes with the slots of the same token; used ones for the same destination.
   __device__ __forceinline__ uint32_t token_lanes() const {
     return kAllLanes >> (32 - args_.plan.num_slots) << first_lane_;
   }
   __device__ __forceinline__ uint32_t same_rank() const { return same_rank_; }
 
  private:
-  __device__ __forceinline__ int load_expert(int64_t slot, int64_t token) const {
-    if (!has_slot_ || token >= end_) return -1;
-    const int64_t expert = args_.topk_is_64_bit ? static_cast<const int64_t*>(args_.topk_idx)[slot]
-                                                : static_cast<const int32_t*>(args_.topk_idx)[slot];
-    return expert < -1 || expert >= args_.comm.num_experts ? -2 : static_cast<int>(expert);
+  template <typename Index>
+  __device__ __forceinline__ void load_ahead(const Index* topk_idx) const {
+    Index expert[kStepsAhead];
+#pragma unroll
+    for (int i = 0; i < kStepsAhead; ++i) {
+      const bool is_there = has_slot_ && token_ + i * tokens_per_step_ < end_;
+      const int64_t slot = slot_ + i * tokens_per_step_ * args_.plan.num_slots;
+      expert[i] = is_there ? topk_idx[slot] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kStepsAhead; ++i) {
+      const bool is_bad = expert[i] < -1 || expert[i] >= args_.comm.num_experts;
+      ahead_.expert[i][threadIdx.x % 32] = static_cast<int16_t>(is_bad ? -2 : expert[i]);
+    }
   }
 
   const NotifyArgs& args_;
+  SlotsAhead& ahead_;
   int64_t token_, end_, next_begin_, slot_;
-  int tokens_per_step_, first_lane_, next_, expert_ = -1, destination_ = -1;
-  bool has_slot_, is_first_ = false;
+  int tokens_per_step_, first_lane_, experts_per_rank_, rank_bits_;
+  int step_ = 0, expert_ = -1, destination_ = -1;
+  bool has_slot_, is_loaded_, is_first_ = false;
   uint32_t same_rank_ = 0;
 };
 
 // Fills counters[warp][column] with this block's counts, scanned over its warps, and writes the
 // block's totals to block_counts.
-__device__ inline void count_slots(const NotifyArgs& args, int32_t* counters,
+__device__ inline void count_slots(const NotifyArgs& args, SlotsAhead& ahead, int32_t* counters,
                                    int32_t* block_counts) {
   const int experts = args.comm.num_experts, ranks = args.comm.num_ranks;
   const int columns = count_columns(experts, ranks);
   for (int i = threadIdx.x; i < kNotifyWarps * columns; i += kNotifyThreads) counters[i] = 0;
   __syncthreads();
   int32_t* mine = counters + threadIdx.x / 32 * columns;
-  for (SlotWalk walk(args); walk.advance();) {
+  for (SlotWalk walk(args, ahead, false); walk.advance();) {
     if (walk.expert() == -2) atomicAdd(&mine[bad_index_column(experts, ranks)], 1);
     if (walk.expert() < 0) continue;
     atomicAdd(&mine[walk.expert()], 1);

@@ -194,7 +194,7 @@ class CudaBackend:
         """With `dequantize`, rows quantised on the way come back in the dtype of `x` at once."""
         self.check(call)
         launch = self._launch(call)
-        staged = plan.take_staged()
+        staged = plan.staged
         if staged is None:
             staged = self._staged_tokens(x, probs, fp8_scale)
             # Staging needs no counts: it runs while the host waits for them and makes room.
@@ -204,7 +204,8 @@ class CudaBackend:
             if self._memory.max_tokens != room:
                 self._comm.stage(plan.view, staged.native, False, launch)
         else:
-            plan.resolve()
+            plan.resolve()  # stages again where memory had to grow first
+            plan._set(staged=None)
         x, probs, _ = staged
         num_rows, hidden = plan.rows, x.shape[1]
         scales = row_probs = None

@@ -70,13 +70,6 @@ class CudaPlan(Plan):
         self.view.set_lists(0, 0)
         self._set(lists=None, has_lists=False)
 
-    def take_staged(self) -> StagedTokens | None:
-        """What was staged together with the exchange of counts, once."""
-        staged = self.staged
-        if staged is not None:
-            self._set(staged=None)
-        return staged
-
     def set_rows(self, num_rows: int, counts: Any = None) -> None:
         self.view.rows_limit = num_rows
         self._set(rows=num_rows, counts=counts, complete=None)
@@ -129,7 +122,7 @@ class CudaPlan(Plan):
     stream: int  # on which its memory was allocated
     rows: int = 0
     complete: Callable[[], None] | None = None  # finishes a plan whose counts are on their way
-    staged: StagedTokens | None = None
+    staged: StagedTokens | None = None  # by `prepare`, for the dispatch that follows
     counts: Any = None  # what the device told the host; None in capacity mode
     lists: Tensor | None = None  # where they are not part of `source`
     blocks: Tensor | None = None

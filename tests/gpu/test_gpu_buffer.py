@@ -50,10 +50,10 @@ def test_bad_input_raises_on_all_ranks() -> None:
 
 
 def test_static_bad_ids_raise_on_all_ranks() -> None:
-    """The host does not wait for the call that has them: a later one raises."""
-    *peers, culprit = run_ranks(buffer_scenarios.check_static_bad_ids, 3, limit_s=120)
-    assert culprit[0] == "" and culprit[1].startswith("ValueError: rank 2: bad input"), culprit
-    assert culprit[2].startswith("BrokenError"), culprit
-    for told in peers:
-        assert told[0] == "" and told[1].startswith("PeerError") and "rank 2" in told[1], told
-        assert told[2].startswith("BrokenError"), told
+    """The host does not wait for the call that has them: that one raises, or the next."""
+    for rank, told in enumerate(run_ranks(buffer_scenarios.check_static_bad_ids, 3, limit_s=120)):
+        errors = [text for text in told if text]
+        expected = "ValueError: rank 2: bad input" if rank == 2 else "PeerError: rank"
+        assert len(errors) >= 2 and errors[0].startswith(expected), told
+        assert rank == 2 or "rank 2 gave bad input" in errors[0], told
+        assert errors[-1].startswith("BrokenError"), told
