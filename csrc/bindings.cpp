@@ -39,25 +39,16 @@ void bind_records(py::module_& m) {
              return Launch{stream, timeout_s, num_sms, bad_input};
            }),
            py::arg("stream"), py::arg("timeout_s"), py::arg("num_sms"), py::arg("bad_input"));
+  // Device addresses by position, for every call makes these: keywords cost the host time.
   py::class_<DispatchTensors>(m, "DispatchTensors")
-      .def(py::init<>())
-      .def_readwrite("x", &DispatchTensors::x)
-      .def_readwrite("probs", &DispatchTensors::probs)
-      .def_readwrite("rows", &DispatchTensors::rows)
-      .def_readwrite("row_probs", &DispatchTensors::row_probs)
-      .def_readwrite("row_scales", &DispatchTensors::row_scales)
-      .def_readwrite("hidden", &DispatchTensors::hidden)
-      .def_readwrite("type", &DispatchTensors::type)
-      .def_readwrite("fp8", &DispatchTensors::fp8);
+      .def(py::init([](uintptr_t x, uintptr_t probs, int hidden, int type, int fp8) {
+        return DispatchTensors{x, probs, hidden, type, fp8};
+      }));
   py::class_<CombineTensors>(m, "CombineTensors")
-      .def(py::init<>())
-      .def_readwrite("rows", &CombineTensors::rows)
-      .def_readwrite("weights", &CombineTensors::weights)
-      .def_readwrite("values", &CombineTensors::values)
-      .def_readwrite("out", &CombineTensors::out)
-      .def_readwrite("slot_values", &CombineTensors::slot_values)
-      .def_readwrite("hidden", &CombineTensors::hidden)
-      .def_readwrite("type", &CombineTensors::type);
+      .def(py::init([](uintptr_t rows, uintptr_t weights, uintptr_t values, uintptr_t out,
+                       uintptr_t slot_values, int hidden, int type) {
+        return CombineTensors{rows, weights, values, out, slot_values, hidden, type};
+      }));
   py::class_<Counts>(m, "Counts")
       .def_readonly("status", &Counts::status)
       .def_readonly("culprit", &Counts::culprit)
@@ -80,34 +71,16 @@ void bind_records(py::module_& m) {
 
 void bind_plan(py::module_& m) {
   py::class_<PlanView>(m, "PlanView")
-      .def(py::init([](uintptr_t header, uintptr_t row_of_slot, uintptr_t num_partials,
-                       uintptr_t partial_slots, uintptr_t item_of_slot, int64_t num_tokens,
-                       int num_slots) {
-             PlanView plan{};
-             plan.header = at<int32_t>(header);
-             plan.row_of_slot = at<int32_t>(row_of_slot);
-             plan.num_partials = at<int32_t>(num_partials);
-             plan.partial_slots = at<int32_t>(partial_slots);
-             plan.item_of_slot = at<int32_t>(item_of_slot);
-             plan.num_tokens = num_tokens;
-             plan.num_slots = num_slots;
-             return plan;
-           }),
-           py::arg("header"), py::arg("row_of_slot"), py::arg("num_partials"),
-           py::arg("partial_slots"), py::arg("item_of_slot"), py::arg("num_tokens"),
-           py::arg("num_slots"))
       .def_readwrite("rows_limit", &PlanView::rows_limit)
       .def(
           "set_lists",
-          [](PlanView& plan, uintptr_t rank_rows, uintptr_t items, int64_t rows_limit) {
+          [](PlanView& plan, uintptr_t rank_rows, uintptr_t items) {
             plan.rank_rows = at<RankRow>(rank_rows);
             plan.items = at<Item>(items);
-            plan.rows_limit = rows_limit;
           },
-          py::arg("rank_rows"), py::arg("items"), py::arg("rows_limit"));
+          py::arg("rank_rows"), py::arg("items"));
   m.attr("RANK_ROW_BYTES") = sizeof(RankRow);
   m.attr("ITEM_BYTES") = sizeof(Item);
-  m.def("max_destinations", &max_destinations);
   m.def("plan_header", [](int num_ranks, int num_local_experts) {
     const PlanHeader at = plan_header(num_ranks, num_local_experts);
     py::dict offsets;
@@ -145,7 +118,8 @@ void bind_communicator(py::module_& m) {
       .def("allocate", &Communicator::allocate, py::return_value_policy::reference_internal)
       .def("release_memory", &Communicator::release_memory)
       .def("memory", &Communicator::memory, py::return_value_policy::reference_internal)
-      .def("header_words", &Communicator::header_words)
+      .def("plan_words", &Communicator::plan_words)
+      .def("plan", &Communicator::plan)
       .def("notify", &Communicator::notify)
       .def("notify_hosts", &Communicator::notify_hosts)
       .def("fetch_lists", &Communicator::fetch_lists)

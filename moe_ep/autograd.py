@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from moe_ep.backends.base import Backend, Call, DispatchedRows, Plan
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """What both directions of an autograd function need beside tensors."""
 
     backend: Backend
@@ -44,7 +42,10 @@ def combine(rows: Tensor, weights: Tensor | None, exchange: Exchange, call: Call
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    for tensor in tensors:  # a generator would cost as much as all else here
+        if tensor is not None and tensor.requires_grad:
+            return torch.is_grad_enabled()
+    return False
 
 
 def _send(x: Tensor, probs: Tensor | None, exchange: Exchange, call: Call) -> DispatchedRows:

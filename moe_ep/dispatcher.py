@@ -241,11 +241,18 @@ class ExpertParallel(Measured):
         if layer is None and isinstance(handle, DispatchHandle):
             layer = handle.layer
         backend = self._backend_for(layer)
+        options = self.layout.dispatch
+        fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
+        wide = torch.float64 if options.dtype == "fp64" else torch.float32
+        probs = topk_weights
         if handle is None:
             call.phase = "dispatch.metadata"
             call.error = self._check_routing(x, topk_idx, topk_weights, dequantize)
-            slots = None if call.error is not None else self._expert_slots(topk_idx)
-            plan = backend.prepare(slots, call)
+            slots = None
+            if call.error is None:
+                slots = self._expert_slots(topk_idx)
+                probs = None if probs is None else self._slot_weights(probs.to(wide))
+            plan = backend.prepare(slots, call, x=x, probs=probs, fp8_scale=fp8_scale)
             call = Call(call.operation, "dispatch.rows", call.timeout_s)
             handle = DispatchHandle(plan, x.dtype, x.device, self, layer=layer)
             self._handles.add(handle)
@@ -254,18 +261,14 @@ class ExpertParallel(Measured):
             if call.error is not None:
                 self.backend.refuse(call)
             call.error = self._check_again(x, topk_idx, topk_weights, handle, dequantize)
-        plan = handle.plan
-        wide = torch.float64 if self.layout.dispatch.dtype == "fp64" else torch.float32
-        probs = topk_weights
-        if call.error is not None:
-            # Peers expect this rank's rows: they get zeros, and the error beside them.
-            x = self._zeros(handle, plan.num_tokens)
-            if probs is not None:
-                probs = x.new_zeros(plan.num_tokens, plan.num_slots, dtype=wide)
-        elif probs is not None:
-            probs = self._slot_weights(probs.to(wide))
-        options = self.layout.dispatch
-        fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
+            plan = handle.plan
+            if call.error is not None:
+                # Peers expect this rank's rows: they get zeros, and the error beside them.
+                x = self._zeros(handle, plan.num_tokens)
+                if probs is not None:
+                    probs = x.new_zeros(plan.num_tokens, plan.num_slots, dtype=wide)
+            elif probs is not None:
+                probs = self._slot_weights(probs.to(wide))
         exchange = Exchange(backend, plan, self._call, fp8_scale, dequantize)
         return handle, autograd.dispatch(x, probs, exchange, call)
 

@@ -25,7 +25,8 @@ __device__ __forceinline__ void block_exclusive_scan(int32_t* values, int count)
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
   int32_t running = inclusive - sum;
-  for (int i = 0; i < warp; ++i) running += warp_sums[i];
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) running += i < warp ? warp_sums[i] : 0;
   for (int i = begin; i < end; ++i) {
     const int32_t value = values[i];
     values[i] = running;

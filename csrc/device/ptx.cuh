@@ -16,6 +16,12 @@ __device__ __forceinline__ uint64_t load_acquire_system(const uint64_t* address)
 __device__ __forceinline__ void store_release_system(uint64_t* address, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
+__device__ __forceinline__ void store_release_system(volatile uint32_t* address, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void fence_acq_rel_system() {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
 // For words that carry value and signal in one: nothing else is ordered by them.
 __device__ __forceinline__ uint64_t load_relaxed_system(const uint64_t* address) {
   uint64_t value;

@@ -16,9 +16,11 @@ struct StagingSlot {
   int32_t index;
 };
 
-__device__ __forceinline__ StagingSlot current_slot(const CommView& comm) {
+// before_notify: the exchange of counts that the dispatch needs comes first, and takes a number.
+__device__ __forceinline__ StagingSlot current_slot(const CommView& comm,
+                                                    bool before_notify = false) {
   StagingSlot slot{};
-  slot.operation = comm.control->operation + 1;
+  slot.operation = comm.control->operation + (before_notify ? 2 : 1);
   slot.index = static_cast<int32_t>(comm.control->num_stages & 1);
   slot.last_used_by = comm.control->stage_operation[slot.index];
   slot.offset = comm.layout.stage[slot.index];
@@ -69,8 +71,11 @@ __device__ __forceinline__ void stage_probs(const PlanView& plan, const float* p
             plan.num_tokens * plan.num_slots * static_cast<int64_t>(sizeof(float)));
 }
 
-// A notify that failed on all ranks alike leaves nothing to stage for.
-__device__ __forceinline__ bool plan_is_valid(const CommView& comm, const PlanView& plan) {
+// A notify that failed on all ranks alike leaves nothing to stage for. What was staged before it is
+// then for nobody: notify has used up the number under which it was.
+__device__ __forceinline__ bool may_stage(const CommView& comm, const PlanView& plan,
+                                          bool before_notify) {
+  if (before_notify) return true;
   const PlanHeader at = plan_header(comm.num_ranks, comm.num_experts / comm.num_ranks);
   return plan.header[at.status] == static_cast<int32_t>(NotifyStatus::kOk);
 }

@@ -6,9 +6,25 @@ namespace {
 
 constexpr int kThreads = 512;
 
+__device__ void load_cut(const CommView& comm, const int32_t* begin, const int32_t* at_source,
+                         ListCut& cut) {
+  for (int i = threadIdx.x; i <= comm.num_ranks; i += kThreads) {
+    cut.begin[i] = begin[i];
+    if (i < comm.num_ranks) cut.at_source[i] = at_source[i];
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     fetch_lists_kernel(const __grid_constant__ FetchListsArgs args) {
-  if (!is_aborted(args.comm)) fetch_lists(args.comm, args.plan);
+  __shared__ ListCut rows, items;
+  const CommView& comm = args.comm;
+  if (is_aborted(comm)) return;
+  const PlanHeader at = plan_header(comm.num_ranks, comm.num_experts / comm.num_ranks);
+  const int32_t* header = args.plan.header;
+  load_cut(comm, header + at.rank_row_begin, header + at.source_rank_row, rows);
+  load_cut(comm, header + at.item_begin, header + at.source_item, items);
+  __syncthreads();
+  fetch_lists(comm, args.plan, rows, items);
 }
 
 }  // namespace

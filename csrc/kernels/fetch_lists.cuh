@@ -12,14 +12,6 @@ struct ListCut {
   int32_t at_source[kMaxRanks];  // first of our elements in what the source has published
 };
 
-__device__ __forceinline__ void load_cut(const CommView& comm, const int32_t* begin,
-                                         const int32_t* at_source, ListCut& cut) {
-  for (int i = threadIdx.x; i <= comm.num_ranks; i += blockDim.x) {
-    cut.begin[i] = begin[i];
-    if (i < comm.num_ranks) cut.at_source[i] = at_source[i];
-  }
-}
-
 // Calls load(source, index there) and store(index in the plan, source, value) for every element,
 // several loads at a time, with all threads of the grid.
 template <typename Load, typename Store>
@@ -49,14 +41,10 @@ __device__ __forceinline__ void copy_list(const CommView& comm, const ListCut& c
   }
 }
 
-// Called by all blocks of the grid, once the lists of all sources are known to be published.
-__device__ __forceinline__ void fetch_lists(const CommView& comm, const PlanView& plan) {
-  __shared__ ListCut rows, items;
-  const PlanHeader at = plan_header(comm.num_ranks, comm.num_experts / comm.num_ranks);
-  const int32_t* header = plan.header;
-  load_cut(comm, header + at.rank_row_begin, header + at.source_rank_row, rows);
-  load_cut(comm, header + at.item_begin, header + at.source_item, items);
-  __syncthreads();
+// Called by all blocks of the grid, once the lists of all sources are known to be published. The
+// cuts are those of the plan's header.
+__device__ __forceinline__ void fetch_lists(const CommView& comm, const PlanView& plan,
+                                            const ListCut& rows, const ListCut& items) {
   copy_list(
       comm, rows,
       [&](int source, int index) {

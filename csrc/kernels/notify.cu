@@ -13,37 +13,50 @@
 namespace moe_ep {
 namespace {
 
-// The same on all ranks, since all see the same matrix. Called by all threads of a block.
-__device__ NotifyVerdict judge(const NotifyArgs& args, const int32_t* matrix, const int32_t* scan) {
-  __shared__ int32_t bad[kMaxRanks], tokens[kMaxRanks];
+// What a block knows once all counts have arrived.
+struct Offsets {
+  int32_t* base;    // [columns] where this rank's share of each column begins
+  int32_t* scan;    // [E+1] rows before each expert, over all ranks, padding included
+  int32_t* counts;  // [L] rows of each local expert that hold a token
+};
+
+// The same by rank, in shared memory of its own.
+struct RankCounts {
+  ListCut rows, items;  // of this rank, by source
+  int32_t bad[kMaxRanks], tokens[kMaxRanks];
+  NotifyVerdict verdict;
+};
+
+// The same on all ranks, since all see the same matrix. Called by one warp.
+__device__ void judge(const NotifyArgs& args, const int32_t* scan, RankCounts& by_rank) {
   const CommView& comm = args.comm;
-  const int experts = comm.num_experts, ranks = comm.num_ranks, local = experts / ranks;
-  for (int r = threadIdx.x; r < ranks; r += kNotifyThreads) {
-    const int32_t* row = matrix + r * count_columns(experts, ranks);
-    bad[r] = row[bad_index_column(experts, ranks)];
-    tokens[r] = row[num_tokens_column(experts, ranks)];
-  }
-  __syncthreads();
-  NotifyVerdict verdict{};
-  int bad_rank = -1, fullest = 0;
-  for (int r = ranks - 1; r >= 0; --r) {
-    if (bad[r] > 0) bad_rank = r;
-    verdict.max_tokens = max(verdict.max_tokens, tokens[r]);
+  const int ranks = comm.num_ranks, local = comm.num_experts / ranks;
+  int bad_rank = kMaxRanks, most_tokens = 0, most_rows = -1, fullest = 0;
+  for (int r = threadIdx.x; r < ranks; r += 32) {
+    if (by_rank.bad[r] > 0) bad_rank = min(bad_rank, r);
+    most_tokens = max(most_tokens, by_rank.tokens[r]);
     const int rows = scan[(r + 1) * local] - scan[r * local];
-    if (rows >= verdict.worst_rows) verdict.worst_rows = rows, fullest = r;
+    if (rows > most_rows) most_rows = rows, fullest = r;
   }
-  const bool overflow = args.capacity > 0 && verdict.worst_rows > args.capacity;
-  verdict.culprit = bad_rank >= 0 ? bad_rank : fullest;
-  verdict.status = bad_rank >= 0                          ? NotifyStatus::kBadInput
-                   : verdict.max_tokens > comm.max_tokens ? NotifyStatus::kNeedsRoom
-                   : overflow                             ? NotifyStatus::kOverflow
-                                                          : NotifyStatus::kOk;
-  return verdict;
+  bad_rank = __reduce_min_sync(kAllLanes, bad_rank);
+  most_tokens = __reduce_max_sync(kAllLanes, most_tokens);
+  const int worst_rows = __reduce_max_sync(kAllLanes, most_rows);
+  fullest = __reduce_min_sync(kAllLanes, most_rows == worst_rows ? fullest : kMaxRanks);
+  if (threadIdx.x != 0) return;
+  const bool is_bad = bad_rank < kMaxRanks;
+  const bool overflow = args.capacity > 0 && worst_rows > args.capacity;
+  by_rank.verdict.culprit = is_bad ? bad_rank : fullest;
+  by_rank.verdict.worst_rows = worst_rows;
+  by_rank.verdict.max_tokens = most_tokens;
+  by_rank.verdict.status = is_bad                          ? NotifyStatus::kBadInput
+                           : most_tokens > comm.max_tokens ? NotifyStatus::kNeedsRoom
+                           : overflow                      ? NotifyStatus::kOverflow
+                                                           : NotifyStatus::kOk;
 }
 
-// Adds the padding of each expert to its last block. sizes: [E] rows of each block.
+// Between hosts: adds the padding of each expert to its last block. sizes: [E] rows of each block.
 __device__ void pad_blocks(const NotifyArgs& args, int32_t* sizes) {
-  const int blocks = max(args.blocks_per_expert, 1);
+  const int blocks = args.blocks_per_expert;
   for (int e = threadIdx.x; e < args.comm.num_experts / blocks; e += kNotifyThreads) {
     int32_t rows = 0;
     for (int i = 0; i < blocks; ++i) rows += sizes[e * blocks + i];
@@ -53,147 +66,166 @@ __device__ void pad_blocks(const NotifyArgs& args, int32_t* sizes) {
   __syncthreads();
 }
 
-// Computes the block's offsets from the matrix of counts.
-__device__ void compute_offsets(const NotifyArgs& args, const int32_t* matrix,
-                                const Offsets& offsets) {
+// Adds up the counts of each expert over the ranks.
+__device__ void add_expert_counts(const NotifyArgs& args, CountMatrix& matrix,
+                                  const Offsets& offsets) {
   const CommView& comm = args.comm;
-  const int experts = comm.num_experts, ranks = comm.num_ranks, local = experts / ranks;
-  const int width = count_columns(experts, ranks);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int e = threadIdx.x; e < experts; e += kNotifyThreads) {
+  const int local = comm.num_experts / comm.num_ranks, first = comm.rank * local;
+  for (int e = threadIdx.x; e < comm.num_experts; e += kNotifyThreads) {
     constexpr int kLoads = 8;  // at once
     int32_t total = 0, before = 0;
-    for (int first = 0; first < ranks; first += kLoads) {
-      int32_t counts[kLoads];
+    for (int begin = 0; begin < comm.num_ranks; begin += kLoads) {
+      uint64_t words[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        counts[i] = first + i < ranks ? matrix[(first + i) * width + e] : 0;
+        if (begin + i < comm.num_ranks) words[i] = matrix.load(begin + i, e);
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        if (first + i < comm.rank) before += counts[i];
-        total += counts[i];
+        if (begin + i >= comm.num_ranks) continue;
+        const int32_t count = matrix.value(words[i], begin + i, e);
+        if (begin + i < comm.rank) before += count;
+        total += count;
       }
     }
     offsets.base[e] = before;
-    offsets.scan[e] = total;
+    const int64_t padded = align_up(total, args.row_alignment);
+    offsets.scan[e] = static_cast<int32_t>(args.blocks_per_expert > 1 ? total : padded);
+    if (e >= first && e < first + local) offsets.counts[e - first] = total;
   }
-  const int32_t* mine = matrix + comm.rank * width;
-  for (int d = warp; d < ranks; d += kNotifyWarps) {
-    const int rows_at = rank_rows_column(experts), items_at = items_column(experts, ranks);
-    int32_t rows = 0, items = 0;
-    for (int i = lane; i < d; i += 32) rows += mine[rows_at + i], items += mine[items_at + i];
+}
+
+// Adds up what goes from rank to rank, a warp per peer: the last ones, which have fewer experts to
+// see to.
+__device__ void add_rank_counts(const CommView& comm, CountMatrix& matrix, const Offsets& offsets,
+                                RankCounts& by_rank) {
+  const int rows_at = rank_rows_column(comm.num_experts);
+  const int items_at = items_column(comm.num_experts, comm.num_ranks);
+  const int flags_at = bad_index_column(comm.num_experts, comm.num_ranks);  // then: tokens
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, me = comm.rank;
+  for (int r = kNotifyWarps - 1 - warp; r < comm.num_ranks; r += kNotifyWarps) {
+    int32_t sent_rows = 0, sent_items = 0;  // from here, to ranks before r
+    int32_t rows = 0, items = 0;            // from r, to ranks before this one
+    const uint64_t flag = matrix.load(r, flags_at + lane % 2);
+    for (int i = lane; i < comm.num_ranks; i += 32) {
+      uint64_t words[4] = {};
+      if (i < r) words[0] = matrix.load(me, rows_at + i), words[1] = matrix.load(me, items_at + i);
+      if (i <= me) words[2] = matrix.load(r, rows_at + i), words[3] = matrix.load(r, items_at + i);
+      if (i < r) sent_rows += matrix.value(words[0], me, rows_at + i);
+      if (i < r) sent_items += matrix.value(words[1], me, items_at + i);
+      if (i <= me) {
+        const int32_t its_rows = matrix.value(words[2], r, rows_at + i);
+        const int32_t its_items = matrix.value(words[3], r, items_at + i);
+        if (i < me) rows += its_rows, items += its_items;
+        if (i == me) by_rank.rows.begin[r + 1] = its_rows, by_rank.items.begin[r + 1] = its_items;
+      }
+    }
+    if (lane == 0) by_rank.bad[r] = matrix.value(flag, r, flags_at);
+    if (lane == 1) by_rank.tokens[r] = matrix.value(flag, r, flags_at + 1);
+    sent_rows = warp_sum(sent_rows);
+    sent_items = warp_sum(sent_items);
     rows = warp_sum(rows);
     items = warp_sum(items);
-    if (lane == 0) offsets.base[rows_at + d] = rows;
-    if (lane == 0) offsets.base[items_at + d] = items;
+    if (lane != 0) continue;
+    offsets.base[rows_at + r] = sent_rows;
+    offsets.base[items_at + r] = sent_items;
+    by_rank.rows.at_source[r] = rows;
+    by_rank.items.at_source[r] = items;
   }
-  __syncthreads();
-  pad_blocks(args, offsets.scan);
+}
+
+// begin[1..R] hold counts, and then where they end.
+__device__ void scan_cut(ListCut& cut, int num_ranks) {
+  int32_t running = cut.begin[0] = 0;
+  for (int r = 1; r <= num_ranks; ++r) cut.begin[r] = running += cut.begin[r];
+}
+
+// Computes the block's offsets, and the verdict, from the counts of all ranks. False: the kernel is
+// to end.
+__device__ bool compute_offsets(const NotifyArgs& args, CountMatrix& matrix, const Offsets& offsets,
+                                RankCounts& by_rank) {
+  const int experts = args.comm.num_experts, local = experts / args.comm.num_ranks;
+  add_expert_counts(args, matrix, offsets);
+  add_rank_counts(args.comm, matrix, offsets, by_rank);
+  if (__syncthreads_and(matrix.complete()) == 0) return false;
+  if (threadIdx.x == kNotifyThreads - 32) scan_cut(by_rank.rows, args.comm.num_ranks);
+  if (threadIdx.x == kNotifyThreads - 64) scan_cut(by_rank.items, args.comm.num_ranks);
+  if (args.blocks_per_expert > 1) pad_blocks(args, offsets.scan);
   block_exclusive_scan<kNotifyThreads>(offsets.scan, experts);
   for (int e = threadIdx.x; e < experts; e += kNotifyThreads) {
     offsets.base[e] += offsets.scan[e] - offsets.scan[e / local * local];
   }
+  if (threadIdx.x < 32) judge(args, offsets.scan, by_rank);
   __syncthreads();
-}
-
-// Writes the plan's header; a failed notify leaves a plan of nothing. Called by one block.
-__device__ void write_header(const NotifyArgs& args, const int32_t* matrix, const int32_t* scan,
-                             NotifyStatus status) {
-  const bool valid = status == NotifyStatus::kOk;
-  const CommView& comm = args.comm;
-  const int experts = comm.num_experts, ranks = comm.num_ranks, local = experts / ranks;
-  const int width = count_columns(experts, ranks);
-  const int first = comm.rank * local;
-  __shared__ int32_t row_counts[kMaxRanks], item_counts[kMaxRanks];
-  const PlanHeader at = plan_header(ranks, local);
-  int32_t* header = args.plan.header;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int i = threadIdx.x; i <= local; i += kNotifyThreads) {
-    header[at.expert_begin + i] = valid ? scan[first + i] - scan[first] : 0;
-    if (i == local) continue;
-    int32_t count = 0;
-    for (int s = 0; s < ranks; ++s) count += matrix[s * width + first + i];
-    header[at.expert_count + i] = valid ? count : 0;
-  }
-  for (int s = warp; s < ranks; s += kNotifyWarps) {
-    const int32_t* row = matrix + s * width;
-    const int rows_at = rank_rows_column(experts), items_at = items_column(experts, ranks);
-    int32_t skipped_rows = 0, skipped_items = 0;
-    for (int d = lane; d < comm.rank; d += 32) {
-      skipped_rows += row[rows_at + d];
-      skipped_items += row[items_at + d];
-    }
-    skipped_rows = warp_sum(skipped_rows);
-    skipped_items = warp_sum(skipped_items);
-    if (lane != 0) continue;
-    row_counts[s] = valid ? row[rows_at + comm.rank] : 0;
-    item_counts[s] = valid ? row[items_at + comm.rank] : 0;
-    header[at.source_rank_row + s] = skipped_rows;
-    header[at.source_item + s] = skipped_items;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int32_t rows = 0, items = 0;
-    for (int s = 0; s <= ranks; ++s) {
-      header[at.rank_row_begin + s] = rows;
-      header[at.item_begin + s] = items;
-      if (s == ranks) break;
-      rows += row_counts[s];
-      items += item_counts[s];
-    }
-    header[at.num_rows] = valid ? scan[first + local] - scan[first] : 0;
-    header[at.status] = static_cast<int32_t>(status);
-    header[at.num_rank_rows] = rows;
-    header[at.num_items] = items;
-  }
-  __syncthreads();
+  return true;
 }
 
 // Tells the host how much to allocate, before anything else is done with the counts.
-__device__ void report(const NotifyArgs& args, const NotifyVerdict& verdict) {
+__device__ void report(const NotifyArgs& args, const NotifyVerdict& verdict, const Offsets& offsets,
+                       const RankCounts& by_rank) {
   const CommView& comm = args.comm;
   HostState* host = comm.host;
-  const int local = comm.num_experts / comm.num_ranks;
-  const PlanHeader at = plan_header(comm.num_ranks, local);
-  const int32_t* header = args.plan.header;
-  if (args.verdict != nullptr) {
+  const bool valid = verdict.status == NotifyStatus::kOk;
+  if (args.verdict != nullptr) {  // of one host: nothing is decided yet
     if (threadIdx.x == 0) *args.verdict = verdict;
     return;
   }
-  if (!args.report_to_host) {
-    if (threadIdx.x == 0 && verdict.status != NotifyStatus::kOk && host->sticky_status == 0) {
-      host->culprit = verdict.culprit;
-      host->worst_rows = verdict.worst_rows;
-      host->max_tokens = verdict.max_tokens;
-      host->capacity = args.capacity;
-      __threadfence_system();
-      host->sticky_status = static_cast<uint32_t>(verdict.status);
+  if (!args.report_to_host && (valid || host->sticky_status != 0)) return;
+  const int local = comm.num_experts / comm.num_ranks;
+  const int32_t* scan = offsets.scan + comm.rank * local;
+  if (args.report_to_host && valid) {
+    for (int i = threadIdx.x; i < local; i += kNotifyThreads) {
+      host->expert_rows[i] = scan[i + 1] - scan[i];
+      host->expert_count[i] = offsets.counts[i];
     }
-    return;
   }
-  for (int i = threadIdx.x; i < local; i += kNotifyThreads) {
-    host->expert_rows[i] = header[at.expert_begin + i + 1] - header[at.expert_begin + i];
-    host->expert_count[i] = header[at.expert_count + i];
-  }
-  __threadfence_system();
   __syncthreads();
   if (threadIdx.x != 0) return;
   host->capacity = args.capacity;
-  host->status = verdict.status;
   host->culprit = verdict.culprit;
   host->worst_rows = verdict.worst_rows;
   host->max_tokens = verdict.max_tokens;
-  host->num_rows = header[at.num_rows];
-  host->num_rank_rows = header[at.num_rank_rows];
-  host->num_items = header[at.num_items];
-  __threadfence_system();
-  host->counts_ready = 1;
+  if (!args.report_to_host) {
+    ptx::store_release_system(&host->sticky_status, static_cast<uint32_t>(verdict.status));
+    return;
+  }
+  host->status = verdict.status;
+  host->num_rows = scan[local] - scan[0];
+  host->num_rank_rows = by_rank.rows.begin[comm.num_ranks];
+  host->num_items = by_rank.items.begin[comm.num_ranks];
+  ptx::store_release_system(&host->counts_ready, 1);  // covers what the barrier has put before it
+}
+
+// Writes the plan's header; a failed notify leaves a plan of nothing. Called by one block.
+__device__ void write_header(const NotifyArgs& args, NotifyStatus status, const Offsets& offsets,
+                             const RankCounts& by_rank) {
+  const bool valid = status == NotifyStatus::kOk;
+  const int ranks = args.comm.num_ranks, local = args.comm.num_experts / ranks;
+  const int32_t* scan = offsets.scan + args.comm.rank * local;
+  const PlanHeader at = plan_header(ranks, local);
+  int32_t* header = args.plan.header;
+  for (int i = threadIdx.x; i <= local; i += kNotifyThreads) {
+    header[at.expert_begin + i] = valid ? scan[i] - scan[0] : 0;
+    if (i < local) header[at.expert_count + i] = valid ? offsets.counts[i] : 0;
+  }
+  for (int s = threadIdx.x; s <= ranks; s += kNotifyThreads) {
+    header[at.rank_row_begin + s] = valid ? by_rank.rows.begin[s] : 0;
+    header[at.item_begin + s] = valid ? by_rank.items.begin[s] : 0;
+    if (s == ranks) break;
+    header[at.source_rank_row + s] = by_rank.rows.at_source[s];
+    header[at.source_item + s] = by_rank.items.at_source[s];
+  }
+  if (threadIdx.x != 0) return;
+  header[at.num_rows] = valid ? scan[local] - scan[0] : 0;
+  header[at.status] = static_cast<int32_t>(status);
+  header[at.num_rank_rows] = valid ? by_rank.rows.begin[ranks] : 0;
+  header[at.num_items] = valid ? by_rank.items.begin[ranks] : 0;
 }
 
 // Gives every slot its row and publishes rank rows and items, in order. `counters` holds, per warp,
-// the next free place of each column.
-__device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const Offsets& offsets) {
+// the next free place of each column, among this rank's own.
+__device__ void publish_lists(const NotifyArgs& args, SlotsAhead& ahead, int32_t* counters,
+                              const Offsets& offsets) {
   const CommView& comm = args.comm;
   const PlanView& plan = args.plan;
   const int experts = comm.num_experts, ranks = comm.num_ranks;
@@ -203,10 +235,11 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
   RankRow* rank_rows = reinterpret_cast<RankRow*>(own + comm.layout.rank_rows);
   Item* items = reinterpret_cast<Item*>(own + comm.layout.items);
   const uint32_t lane = threadIdx.x % 32, lower = (1u << lane) - 1;
-  for (SlotWalk walk(args); walk.advance();) {
+  const int expert_bits = bits_below(experts);
+  for (SlotWalk walk(args, ahead, true); walk.advance();) {
     const int expert = walk.expert(), destination = walk.destination();
     const bool used = expert >= 0;
-    const uint32_t same_expert = __match_any_sync(kAllLanes, expert);
+    const uint32_t same_expert = lanes_with_equal(expert, expert_bits, used);
     const uint32_t same_rank = walk.same_rank();
     const uint32_t all_firsts = __ballot_sync(kAllLanes, walk.is_first());
     const uint32_t firsts = all_firsts & same_rank;
@@ -214,6 +247,7 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
     const uint32_t share = same_rank & walk.token_lanes();  // of this token for this destination
     int position = 0;  // destinations of the token below this one
     int order = 0;     // slots of the share with a lower (expert, k)
+#pragma unroll 4
     for (int i = 0; i < plan.num_slots; ++i) {
       const int other = min(walk.first_lane() + i, 31);
       const int its_expert = __shfl_sync(kAllLanes, expert, other);
@@ -239,6 +273,10 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
       *next_item += __popc(same_rank);
     }
     __syncwarp();
+    if (used) {  // from places among this rank's own to places among all
+      row += offsets.base[expert];
+      rank_row += offsets.base[rank_rows_column(experts) + destination];
+    }
     if (!walk.has_slot()) continue;
     const int64_t slot = walk.slot();
     const int32_t token = static_cast<int32_t>(walk.token());
@@ -246,13 +284,14 @@ __device__ void publish_lists(const NotifyArgs& args, int32_t* counters, const O
     if (static_cast<int>(lane) == walk.first_lane())
       plan.num_partials[token] = __popc(token_firsts);
     if (!used) continue;
-    items[item_begin + order] = {row, static_cast<int32_t>(slot)};
-    plan.item_of_slot[slot] = item_begin + order;
-    if (!walk.is_first()) continue;
     const int32_t segment = offsets.base[items_column(experts, ranks) + destination];
+    const int32_t item = segment + item_begin + order;
+    items[item] = {row, static_cast<int32_t>(slot)};
+    plan.item_of_slot[slot] = item;
+    if (!walk.is_first()) continue;
     const int32_t partial =
         args.part_tokens == 0 ? rank_row : token % args.part_tokens * destinations + position;
-    rank_rows[rank_row] = {token, partial, item_begin - segment, __popc(share)};
+    rank_rows[rank_row] = {token, partial, item_begin, __popc(share)};
     plan.partial_slots[token * destinations + position] = partial;
   }
 }
@@ -271,34 +310,31 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   if (is_aborted(comm)) return;
   const uint64_t operation = comm.control->operation + 1;
   const int columns = count_columns(comm.num_experts, comm.num_ranks);
+  __shared__ RankCounts by_rank;
+  __shared__ SlotsAhead slots_ahead[kNotifyWarps];
+  SlotsAhead& ahead = slots_ahead[threadIdx.x / 32];
   int32_t* counters = shared;  // [warps][columns]
-  const Offsets offsets{counters + kNotifyWarps * columns, counters + (kNotifyWarps + 1) * columns};
-  int32_t* block_counts = args.scratch;
-  int32_t* matrix = args.scratch + kMaxNotifyBlocks * columns;
+  int32_t* base = counters + kNotifyWarps * columns;
+  const Offsets offsets{base, base + columns, base + columns + comm.num_experts + 1};
 
-  count_slots(args, counters, block_counts);
+  count_slots(args, ahead, counters, args.scratch);
   if (!grid_barrier(comm, operation)) return;
-  send_counts(args, operation, block_counts);
-  receive_counts(comm, operation, matrix);
-  if (!grid_barrier(comm, operation) || is_aborted(comm)) return;
+  if (blockIdx.x == 0)
+    send_counts(args, operation, args.scratch);
+  else
+    add_blocks_before(counters, args.scratch, columns);
+  CountMatrix matrix(comm, operation);
+  if (!wait_for_counts(comm, matrix)) return;
+  if (!compute_offsets(args, matrix, offsets, by_rank)) return;
 
-  compute_offsets(args, matrix, offsets);
-  const NotifyVerdict verdict = judge(args, matrix, offsets.scan);
+  const NotifyVerdict& verdict = by_rank.verdict;
   const bool valid = verdict.status == NotifyStatus::kOk;
   if (blockIdx.x == 0) {
-    if (threadIdx.x == 0) report_wait(comm);
-    write_header(args, matrix, offsets.scan, verdict.status);
-    report(args, verdict);
+    report(args, verdict, offsets, by_rank);
+    write_header(args, verdict.status, offsets, by_rank);
   }
   if (valid) {
-    const int32_t* before = block_counts + static_cast<int64_t>(blockIdx.x) * columns;
-    // The last two columns have no places.
-    for (int c = threadIdx.x; c < columns - 2; c += kNotifyThreads) {
-      const int32_t begin = before[c] + offsets.base[c];
-      for (int w = 0; w < kNotifyWarps; ++w) counters[w * columns + c] += begin;
-    }
-    __syncthreads();
-    publish_lists(args, counters, offsets);
+    publish_lists(args, ahead, counters, offsets);
   } else {
     clear_slots(args.plan);
   }
@@ -309,19 +345,25 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   // Ending only when all ranks have published makes one notify a barrier: no rank can be so far
   // ahead that it overwrites counts or lists somebody still reads.
   if (!wait_all_peers(comm, Signal::kListsReady, operation, Phase::kLists)) return;
-  if (valid && args.plan.rank_rows != nullptr) fetch_lists(comm, args.plan);
-  if (blockIdx.x == 0 && threadIdx.x == 0) comm.control->operation = operation;
+  if (valid && args.plan.rank_rows != nullptr) {
+    fetch_lists(comm, args.plan, by_rank.rows, by_rank.items);
+  }
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  // A failed one uses up the number of the dispatch, too, for which rows may have been staged; but
+  // not between hosts, where that is never so.
+  comm.control->operation = valid || args.verdict != nullptr ? operation : operation + 1;
 }
 
 int64_t shared_bytes(int num_experts, int num_ranks) {
   const int64_t columns = count_columns(num_experts, num_ranks);
-  return ((kNotifyWarps + 1) * columns + num_experts + 1) * static_cast<int64_t>(sizeof(int32_t));
+  const int64_t words = (kNotifyWarps + 1) * columns + num_experts + 1 + num_experts / num_ranks;
+  return words * static_cast<int64_t>(sizeof(int32_t));
 }
 
 }  // namespace
 
 int64_t notify_scratch_words(int num_experts, int num_ranks) {
-  return static_cast<int64_t>(kMaxNotifyBlocks + num_ranks) * count_columns(num_experts, num_ranks);
+  return static_cast<int64_t>(kMaxNotifyBlocks) * count_columns(num_experts, num_ranks);
 }
 
 cudaError_t prepare_notify(int num_experts, int num_ranks) {

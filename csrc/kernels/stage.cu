@@ -11,8 +11,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     stage_kernel(const __grid_constant__ StageArgs args) {
   const CommView& comm = args.comm;
   const PlanView& plan = args.plan;
-  if (is_aborted(comm) || !plan_is_valid(comm, plan)) return;
-  const StagingSlot slot = current_slot(comm);
+  if (is_aborted(comm) || !may_stage(comm, plan, args.before_notify)) return;
+  const StagingSlot slot = current_slot(comm, args.before_notify);
   if (!wait_all_peers(comm, Signal::kStageDone, slot.last_used_by, Phase::kStageFree)) return;
   const StagedRows stage = staged_rows(comm, slot, comm.rank);
   copy_flat(stage.rows, args.x, plan.num_tokens * args.row_bytes);

@@ -11,10 +11,11 @@ namespace moe_ep {
 
 struct StageArgs {
   CommView comm;
-  PlanView plan;       // only its first half: the lists need not be there yet
-  const char* x;       // [T, H]
-  const float* probs;  // [T, K] or null
-  int64_t row_bytes;   // of x
+  PlanView plan;          // only its first half: the lists need not be there yet
+  int32_t before_notify;  // 1: its counts neither; nobody can tell yet whether there will be rows
+  const char* x;          // [T, H]
+  const float* probs;     // [T, K] or null
+  int64_t row_bytes;      // of x
   // FP8 only.
   DataType type;  // of x
   int32_t hidden;

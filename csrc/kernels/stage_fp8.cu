@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     quantize_rows<T>(args, {args.rows_out, args.scales_out, nullptr});
     return;
   }
-  if (is_aborted(comm) || !plan_is_valid(comm, args.plan)) return;
-  const StagingSlot slot = current_slot(comm);
+  if (is_aborted(comm) || !may_stage(comm, args.plan, args.before_notify)) return;
+  const StagingSlot slot = current_slot(comm, args.before_notify);
   if (!wait_all_peers(comm, Signal::kStageDone, slot.last_used_by, Phase::kStageFree)) return;
   const StagedRows stage = staged_rows(comm, slot, comm.rank);
   quantize_rows<T>(args, stage);

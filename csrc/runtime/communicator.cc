@@ -150,8 +150,34 @@ SymmetricMemory& Communicator::memory() {
   return *memory_;
 }
 
-int64_t Communicator::header_words() const {
-  return plan_header(config_.num_ranks, config_.num_experts / config_.num_ranks).total;
+PlanMemory Communicator::layout_of_plan(int64_t num_tokens, int num_slots, int64_t rank_rows,
+                                        int64_t items) const {
+  const int local = config_.num_experts / config_.num_ranks;
+  return plan_memory(plan_header(config_.num_ranks, local).total, num_tokens, num_slots,
+                     max_destinations(config_.num_slots, config_.num_ranks), rank_rows, items);
+}
+
+int64_t Communicator::plan_words(int64_t num_tokens, int num_slots, int64_t rank_rows,
+                                 int64_t items) const {
+  return layout_of_plan(num_tokens, num_slots, rank_rows, items).total;
+}
+
+PlanView Communicator::plan(uintptr_t memory, int64_t num_tokens, int num_slots, int64_t rank_rows,
+                            int64_t items) const {
+  const PlanMemory at = layout_of_plan(num_tokens, num_slots, rank_rows, items);
+  int32_t* words = pointer<int32_t>(memory);
+  PlanView plan{};
+  plan.header = words;
+  plan.row_of_slot = words + at.row_of_slot;
+  plan.num_partials = words + at.num_partials;
+  plan.partial_slots = words + at.partial_slots;
+  plan.item_of_slot = words + at.item_of_slot;
+  plan.num_tokens = num_tokens;
+  plan.num_slots = num_slots;
+  if (rank_rows + items == 0) return plan;
+  plan.rank_rows = reinterpret_cast<RankRow*>(words + at.rank_rows);
+  plan.items = reinterpret_cast<Item*>(words + at.items);
+  return plan;
 }
 
 CommView Communicator::view(const Launch& launch) const {
@@ -219,7 +245,7 @@ bool Communicator::stages(const DispatchTensors& tensors) const {
   return config_.num_ranks > 1 || tensors.fp8 != 0;  // a rank alone reads x itself
 }
 
-void Communicator::stage(const PlanView& plan, const DispatchTensors& tensors,
+void Communicator::stage(const PlanView& plan, const DispatchTensors& tensors, bool before_notify,
                          const Launch& launch) {
   check_aligned("x", tensors.x);
   check_aligned("probs", tensors.probs);
@@ -227,6 +253,7 @@ void Communicator::stage(const PlanView& plan, const DispatchTensors& tensors,
   StageArgs args{};
   args.comm = view(launch);
   args.plan = plan;
+  args.before_notify = before_notify;
   args.x = pointer<const char>(tensors.x);
   args.probs = pointer<const float>(tensors.probs);
   args.row_bytes = checked_row_bytes(tensors.hidden, tensors.type, config_.max_row_bytes);
@@ -246,6 +273,7 @@ void Communicator::stage(const PlanView& plan, const DispatchTensors& tensors,
 }
 
 uint64_t Communicator::dispatch(const PlanView& plan, const DispatchTensors& tensors,
+                                uintptr_t rows, uintptr_t row_probs, uintptr_t row_scales,
                                 const Launch& launch) {
   const int64_t row_bytes = checked_row_bytes(tensors.hidden, tensors.type, config_.max_row_bytes);
   DispatchArgs args{};
@@ -253,9 +281,9 @@ uint64_t Communicator::dispatch(const PlanView& plan, const DispatchTensors& ten
   args.plan = plan;
   args.x = pointer<const char>(tensors.x);
   args.probs = pointer<const float>(tensors.probs);
-  args.rows = pointer<char>(tensors.rows);
-  args.row_probs = pointer<float>(tensors.row_probs);
-  args.row_scales = pointer<float>(tensors.row_scales);
+  args.rows = pointer<char>(rows);
+  args.row_probs = pointer<float>(row_probs);
+  args.row_scales = pointer<float>(row_scales);
   args.type = static_cast<DataType>(tensors.type);
   args.hidden = tensors.hidden;
   args.own_staged = config_.num_hosts > 0;
@@ -322,6 +350,8 @@ std::optional<Counts> Communicator::wait_counts(const Launch& launch) {
     if (now - start > kBusyWait) std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
   std::atomic_thread_fence(std::memory_order_acquire);
+  // A failed one has used up the number of the dispatch that it was for, except between hosts.
+  if (host_->status != NotifyStatus::kOk && config_.num_hosts == 0) ++operations_;
   return read_counts();
 }
 

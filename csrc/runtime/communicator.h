@@ -42,7 +42,7 @@ struct Launch {
 
 // Device addresses; 0 where there is no such tensor.
 struct DispatchTensors {
-  uintptr_t x = 0, probs = 0, rows = 0, row_probs = 0, row_scales = 0;
+  uintptr_t x = 0, probs = 0;
   int hidden = 0;
   int type = 0;  // DataType of x
   int fp8 = 0;   // 0: as it is; 1: FP8 with fp32 scales; 2: with power-of-two scales
@@ -82,8 +82,11 @@ class Communicator {
   void release_memory();
   SymmetricMemory& memory();
 
-  // int32 words of a plan's header.
-  int64_t header_words() const;
+  // int32 words of a plan's memory, and the plan in such memory. With no rank rows and no items it
+  // gets its lists later (set_lists).
+  int64_t plan_words(int64_t num_tokens, int num_slots, int64_t rank_rows, int64_t items) const;
+  PlanView plan(uintptr_t memory, int64_t num_tokens, int num_slots, int64_t rank_rows,
+                int64_t items) const;
 
   // Each returns the operation's number, as a fault record would name it. All are asynchronous.
   // capacity: rows a result may have; 0: as many as come.
@@ -95,10 +98,12 @@ class Communicator {
   uint64_t notify_hosts(const PlanView& plan, uintptr_t topk_idx, int64_t own_tokens,
                         uintptr_t verdict, bool report, int64_t capacity, const Launch& launch);
   void fetch_lists(const PlanView& plan, const Launch& launch);
-  // First half of a dispatch: needs neither the plan's lists nor its counts. Does nothing on any
-  // rank where the notify before it failed.
-  void stage(const PlanView& plan, const DispatchTensors& tensors, const Launch& launch);
-  uint64_t dispatch(const PlanView& plan, const DispatchTensors& tensors, const Launch& launch);
+  // First half of a dispatch: needs neither the plan's lists nor its counts. before_notify: the
+  // notify of this dispatch follows. Else it does nothing, on any rank, if that has failed.
+  void stage(const PlanView& plan, const DispatchTensors& tensors, bool before_notify,
+             const Launch& launch);
+  uint64_t dispatch(const PlanView& plan, const DispatchTensors& tensors, uintptr_t rows,
+                    uintptr_t row_probs, uintptr_t row_scales, const Launch& launch);
   uint64_t combine(const PlanView& plan, const CombineTensors& tensors, const Launch& launch);
 
   // Waits on the host for what the last notify with `report` found. No value: a fault.
@@ -121,6 +126,8 @@ class Communicator {
   CommView view(const Launch& launch) const;
 
  private:
+  PlanMemory layout_of_plan(int64_t num_tokens, int num_slots, int64_t rank_rows,
+                            int64_t items) const;
   bool stages(const DispatchTensors& tensors) const;
   Counts read_counts() const;
 

@@ -32,11 +32,9 @@ struct Control {
   uint64_t stage_operation[2];  // operation that last wrote the staging slot
   uint64_t combine_operation;   // operation that last wrote combine slots
   uint32_t abort;               // 1 after a fault: every wait gives up at once
-  uint64_t slowest_peer;        // pack_wait() of the peer waited for longest in this notify
-  uint32_t barrier_count;       // of the grid barrier
-  uint32_t barrier_generation;
-  uint32_t arrived_stage;  // blocks that have finished the first half of a kernel
-  uint32_t arrived_end;    // blocks that have finished it all
+  uint32_t barrier;             // of the grid: its highest bit flips when all blocks have arrived
+  uint32_t arrived_stage;       // blocks that have finished the first half of a kernel
+  uint32_t arrived_end;         // blocks that have finished it all
 };
 
 // Why an exchange of counts gave no plan; the same on all ranks.

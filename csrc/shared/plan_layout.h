@@ -36,6 +36,33 @@ MOE_EP_HOST_DEVICE PlanHeader plan_header(int32_t num_ranks, int32_t num_local_e
   return header;
 }
 
+// Where the arrays of a plan lie in its memory, in int32 words.
+struct PlanMemory {
+  int64_t row_of_slot, num_partials, partial_slots, item_of_slot, rank_rows, items;
+  int64_t total;
+};
+
+// rank_rows, items: elements of the lists; 0 where nobody knows yet how many there will be.
+inline PlanMemory plan_memory(int64_t header_words, int64_t num_tokens, int32_t num_slots,
+                              int32_t destinations, int64_t rank_rows, int64_t items) {
+  int64_t end = header_words;
+  auto take = [&end](int64_t words) {
+    const int64_t begin = end;
+    end += words;
+    return begin;
+  };
+  PlanMemory memory{};
+  memory.row_of_slot = take(num_tokens * num_slots);
+  memory.num_partials = take(num_tokens);
+  memory.partial_slots = take(num_tokens * destinations);
+  memory.item_of_slot = take(num_tokens * num_slots);
+  end = align_up(end, alignof(RankRow) / sizeof(int32_t));
+  memory.rank_rows = take(rank_rows * static_cast<int64_t>(sizeof(RankRow) / sizeof(int32_t)));
+  memory.items = take(items * static_cast<int64_t>(sizeof(Item) / sizeof(int32_t)));
+  memory.total = end;
+  return memory;
+}
+
 // A plan as the kernels see it. The first five arrays exist before the exchange of counts.
 struct PlanView {
   int32_t* header;         // [plan_header().total]

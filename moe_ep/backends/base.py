@@ -84,11 +84,23 @@ class Backend(Protocol):
     def device(self) -> torch.device | None:
         """Where tensors must be; None: anywhere."""
 
-    def prepare(self, topk_idx: Tensor | None, call: Call, capacity: int | None = None) -> Plan:
+    def prepare(
+        self,
+        topk_idx: Tensor | None,
+        call: Call,
+        capacity: int | None = None,
+        *,
+        x: Tensor | None = None,
+        probs: Tensor | None = None,
+        fp8_scale: str | None = None,
+    ) -> Plan:
         """Exchanges row counts. topk_idx: [T, K] integer ids over all R*L expert slots, -1 unused.
 
         topk_idx is None only together with `call.error`. With `capacity` (the layout's, where it is
         None) the result has that many rows whatever the routing, and more raise CapacityError.
+
+        x, probs, fp8_scale: those of a `dispatch` that is sure to be the next operation, on all
+        ranks; a backend may send them on their way before the counts are known.
         """
 
     def dispatch(

@@ -19,7 +19,7 @@ from moe_ep.backends.base import Call, DispatchedRows
 from moe_ep.backends.channel import Channel
 from moe_ep.backends.cuda_figures import CudaFigures
 from moe_ep.backends.cuda_memory import Memory, SharedMemory
-from moe_ep.backends.cuda_plan import CudaPlan
+from moe_ep.backends.cuda_plan import CudaPlan, StagedTokens
 from moe_ep.errors import BrokenError, CapacityError, PeerError, PeerTimeoutError
 from moe_ep.layout import FP8_BLOCK, EPLayout
 
@@ -33,6 +33,7 @@ _WIDEST_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 4}
 _SMALLEST_TOKENS = 128
 _REMEMBERED_OPERATIONS = 64
 _SMALL_LISTS_BYTES = 4 << 20
+_NO_LISTS = (0, 0)
 _OK, _BAD_INPUT, _NEEDS_ROOM, _OVERFLOW = range(4)  # NotifyStatus of csrc/shared/control.h
 
 
@@ -127,16 +128,21 @@ class CudaBackend(CudaFigures):
         torch.cuda.current_stream(self.device)  # torch's context first
         self._comm: Any = self._core.Communicator(config)
         self._max_slots = config.num_slots
-        self._destinations = self._core.max_destinations(config.num_slots, self.size)
         self._offsets = self._core.plan_header(self.size, self.num_local_experts)
         self._calls: deque[tuple[int, Call]] = deque(maxlen=_REMEMBERED_OPERATIONS)
+        self._device_index = self.device.index
+        self._stream = -1  # handle of the one below
         self._last_stream: torch.cuda.Stream | None = None
+        self._launch_key: tuple[int, float, int, bool] | None = None
+        self._same_launch: Any = None
         self._broken: str | None = None
         self._pending: CudaPlan | None = None  # its counts are on their way
         memory = SharedMemory(self._core, self._comm, channel, self.device)
         memory.connect(
             layout.tokens_per_rank or _SMALLEST_TOKENS, Call(0, "setup", layout.timeouts.first_s)
         )
+        self._list_limits = _NO_LISTS
+        self._set_list_limits()
         # Kernels wait for each other: those of all ranks on one GPU must fit on it together.
         self._max_sms = max(self._max_sms // memory.ranks_on_gpu, 1)
         self._memory: Memory = memory
@@ -146,24 +152,36 @@ class CudaBackend(CudaFigures):
 
     # -- verbs ------------------------------------------------------------------------------------
 
-    def prepare(self, topk_idx: Tensor | None, call: Call, capacity: int | None = None) -> CudaPlan:
+    def prepare(
+        self,
+        topk_idx: Tensor | None,
+        call: Call,
+        capacity: int | None = None,
+        *,
+        x: Tensor | None = None,
+        probs: Tensor | None = None,
+        fp8_scale: str | None = None,
+    ) -> CudaPlan:
+        """With `x`, its rows are staged first: ranks that come early have something to do."""
         self.check(call)
         if topk_idx is None:
             width = self.layout.model.top_k * self.layout.parallel.expert_tensor
             topk_idx = torch.empty(0, width, dtype=torch.int64)
-        topk_idx = topk_idx.to(self.device).contiguous()
+        topk_idx = self._placed(topk_idx)
         if self._pending is not None:
             self._pending.resolve()  # there is one place for counts
-        plan = self._new_plan(topk_idx, call)
         capacity = capacity or self.layout.dispatch.capacity
+        launch = self._launch(call)
+        limits = self._list_limits if capacity is None else (capacity, capacity)
+        plan = self._new_plan(topk_idx.shape, limits, call)
+        if x is not None and call.error is None:
+            plan._set(staged=self._staged_tokens(x, probs, fp8_scale))
+        self._start(plan, topk_idx, launch, call, capacity or 0)
         if capacity is not None:
-            plan.add_lists(self._core, capacity, capacity)
             plan.set_rows(capacity)
-            self._notify(plan, topk_idx, self._launch(call), call, capacity)
             self._raise_own_error(call)
             return plan
-        has_lists = self._start(plan, topk_idx, call)
-        plan._set(complete=lambda: self._complete(plan, topk_idx, has_lists, call))
+        plan._set(complete=lambda: self._complete(plan, topk_idx, call))
         self._pending = plan
         if call.error is not None:
             plan.resolve()
@@ -182,34 +200,41 @@ class CudaBackend(CudaFigures):
         """With `dequantize`, rows quantised on the way come back in the dtype of `x` at once."""
         self.check(call)
         launch = self._launch(call)
-        x = x.to(self.device).contiguous()
-        hidden = x.shape[1]
-        tensors = self._core.DispatchTensors()
-        tensors.x, tensors.hidden, tensors.type = x.data_ptr(), hidden, _TYPES[x.dtype]
-        tensors.fp8 = _FP8_SCALES[fp8_scale]
-        if probs is not None:
-            probs = probs.to(self.device, torch.float32).contiguous()
-            tensors.probs = probs.data_ptr()
-        # Staging needs no counts: it runs while the host waits for them and makes room for rows.
-        self._comm.stage(plan.view, tensors, launch)
-        room = self._memory.max_tokens
-        plan.resolve()
-        if self._memory.max_tokens != room:
-            self._comm.stage(plan.view, tensors, launch)
-        returns_fp8 = fp8_scale is not None and not dequantize
-        rows = x.new_empty(
-            plan.num_rows, hidden, dtype=torch.float8_e4m3fn if returns_fp8 else x.dtype
-        )
-        tensors.rows = rows.data_ptr()
-        scales, row_probs = None, None
-        if returns_fp8:
-            scales = x.new_empty(plan.num_rows, hidden // FP8_BLOCK, dtype=torch.float32)
+        staged = plan.staged
+        if staged is None:
+            staged = self._staged_tokens(x, probs, fp8_scale)
+            # Staging needs no counts: it runs while the host waits for them and makes room.
+            self._comm.stage(plan.view, staged.native, False, launch)
+            room = self._memory.max_tokens
+            plan.resolve()
+            if self._memory.max_tokens != room:
+                self._comm.stage(plan.view, staged.native, False, launch)
+        else:
+            plan.resolve()  # stages again where memory had to grow first
+            plan._set(staged=None)
+        x, probs, _ = staged
+        num_rows, hidden = plan.rows, x.shape[1]
+        scales = row_probs = None
+        address_of_scales = address_of_probs = 0
+        if fp8_scale is None or dequantize:
+            rows = torch.empty(num_rows, hidden, dtype=x.dtype, device=self.device)
+        else:
+            rows = x.new_empty(num_rows, hidden, dtype=torch.float8_e4m3fn)
+            scales = x.new_empty(num_rows, hidden // FP8_BLOCK, dtype=torch.float32)
             # An empty tensor has no address, and none would mean "dequantise".
-            tensors.row_scales = scales.data_ptr() or rows.element_size()
+            address_of_scales = scales.data_ptr() or rows.element_size()
         if probs is not None:
-            row_probs = probs.new_empty(plan.num_rows)
-            tensors.row_probs = row_probs.data_ptr()
-        self._remember(self._comm.dispatch(plan.view, tensors, launch), call)
+            row_probs = torch.empty(num_rows, dtype=torch.float32, device=self.device)
+            address_of_probs = row_probs.data_ptr()
+        number = self._comm.dispatch(
+            plan.view,
+            staged.native,
+            rows.data_ptr(),
+            address_of_probs,
+            address_of_scales,
+            launch,
+        )
+        self._calls.append((number, call))
         self._record(plan)
         self._raise_own_error(call)
         return DispatchedRows(rows=rows, scales=scales, probs=row_probs)
@@ -225,22 +250,31 @@ class CudaBackend(CudaFigures):
         self.check(call)
         plan.resolve()
         launch = self._launch(call)
-        rows = rows.to(self.device).contiguous()
-        out = rows.new_empty(plan.num_tokens, rows.shape[1])
+        rows = self._placed(rows)
+        hidden = rows.shape[1]
+        out = torch.empty(plan.num_tokens, hidden, dtype=rows.dtype, device=self.device)
         slot_values = None
-        tensors = self._core.CombineTensors()
-        tensors.rows, tensors.out = rows.data_ptr(), out.data_ptr()
-        tensors.hidden, tensors.type = rows.shape[1], _TYPES[rows.dtype]
+        # All ranks must run the same protocol, also one whose own rows are none: an empty tensor
+        # has no address.
+        address_of_weights = address_of_values = address_of_slots = 0
         if weights is not None:
-            weights = weights.to(self.device, torch.float32).contiguous()
-            # All ranks must run the same protocol, also one whose own rows are none.
-            tensors.weights = weights.data_ptr() or weights.element_size()
+            weights = self._placed(weights, torch.float32)
+            address_of_weights = weights.data_ptr() or weights.element_size()
         if values is not None:
-            values = values.to(self.device, torch.float32).contiguous()
+            values = self._placed(values, torch.float32)
             slot_values = values.new_empty(plan.num_tokens, plan.num_slots)
-            tensors.values = values.data_ptr() or values.element_size()
-            tensors.slot_values = slot_values.data_ptr()
-        self._remember(self._comm.combine(plan.view, tensors, launch), call)
+            address_of_values = values.data_ptr() or values.element_size()
+            address_of_slots = slot_values.data_ptr()
+        tensors = self._core.CombineTensors(
+            rows.data_ptr(),
+            address_of_weights,
+            address_of_values,
+            out.data_ptr(),
+            address_of_slots,
+            hidden,
+            _TYPES[rows.dtype],
+        )
+        self._calls.append((self._comm.combine(plan.view, tensors, launch), call))
         self._record(plan)
         self._raise_own_error(call)
         return out, slot_values
@@ -255,10 +289,9 @@ class CudaBackend(CudaFigures):
     def refuse(self, call: Call) -> NoReturn:
         """Takes part in the peers' operation with nothing but the error."""
         assert call.error is not None
-        none = torch.empty(0, 1, dtype=torch.int64, device=self.device)
-        plan = self._new_plan(none, call)
+        self._launch(call)
+        plan = self._new_plan((0, 1), (0, 0), call)
         plan.source.zero_()
-        plan.add_lists(self._core, 0, 0)
         rows = torch.empty(0, self.layout.model.hidden, dtype=torch.bfloat16, device=self.device)
         if self.layout.dispatch.dtype == "fp32":
             rows = rows.float()
@@ -277,21 +310,55 @@ class CudaBackend(CudaFigures):
 
     # -- one operation ----------------------------------------------------------------------------
 
-    def _new_plan(self, topk_idx: Tensor, call: Call) -> CudaPlan:
-        local = self.num_local_experts
+    def _placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """On this object's device, without gaps; mostly it is so already."""
+        if tensor.device == self.device and dtype in (None, tensor.dtype):
+            return tensor if tensor.is_contiguous() else tensor.contiguous()
+        return tensor.to(self.device, dtype or tensor.dtype).contiguous()
+
+    def _staged_tokens(
+        self, x: Tensor, probs: Tensor | None, fp8_scale: str | None
+    ) -> StagedTokens:
+        x = self._placed(x)
+        address_of_probs = 0
+        if probs is not None:
+            probs = self._placed(probs, torch.float32)
+            address_of_probs = probs.data_ptr()
+        native = self._core.DispatchTensors(
+            x.data_ptr(), address_of_probs, x.shape[1], _TYPES[x.dtype], _FP8_SCALES[fp8_scale]
+        )
+        return StagedTokens(x, probs, native)
+
+    def _new_plan(
+        self, shape: tuple[int, ...], list_limits: tuple[int, int], call: Call
+    ) -> CudaPlan:
+        num_tokens, num_slots = shape
         return CudaPlan(
-            self._core, topk_idx, self._offsets, self._destinations, local, call.operation
+            self._comm,
+            (num_tokens, num_slots),
+            list_limits,
+            self._offsets,
+            call.operation,
+            self._stream,
+            self.device,
         )
 
-    def _start(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> bool:
-        """Launches the exchange of counts; and of lists, if it need not wait for the counts."""
-        limits = self._list_limits()
-        if limits is not None:
-            plan.add_lists(self._core, *limits)
-        self._notify(plan, topk_idx, self._launch(call), call)
-        return limits is not None
+    def _start(
+        self, plan: CudaPlan, topk_idx: Tensor, launch: Any, call: Call, capacity: int = 0
+    ) -> None:
+        """Stages what the plan is to send, if that is known, and launches the exchange of counts;
+        and of lists, if the plan has room for them.
 
-    def _complete(self, plan: CudaPlan, topk_idx: Tensor, has_lists: bool, call: Call) -> None:
+        The host waits for the counts, unless a capacity makes it unnecessary."""
+        if plan.staged is not None:
+            self._comm.stage(plan.view, plan.staged.native, True, launch)
+        is_64_bit, report = topk_idx.dtype == torch.int64, capacity == 0
+        number = self._comm.notify(
+            plan.view, topk_idx.data_ptr(), is_64_bit, report, capacity, launch
+        )
+        self._calls.append((number, call))
+
+    def _complete(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> None:
         """Waits for the counts of `_start` and finishes the plan."""
         while True:
             launch = self._launch(call)
@@ -305,10 +372,15 @@ class CudaBackend(CudaFigures):
             except Exception as error:
                 self._pending, self._broken = None, f"its memory could not grow: {error}"
                 raise
-            has_lists = self._start(plan, topk_idx, call)
+            self._set_list_limits()
+            if plan.has_lists and self._list_limits != _NO_LISTS:
+                plan.add_lists(self._core, *self._list_limits)
+            else:
+                plan.drop_lists()
+            self._start(plan, topk_idx, launch, call)
         self._pending = None
         self._raise_status(counts, call)
-        if not has_lists:
+        if not plan.has_lists:
             plan.add_lists(self._core, counts.num_rank_rows, counts.num_items)
             self._fetch_lists(plan, launch)
         plan.set_rows(counts.num_rows, counts)
@@ -316,43 +388,38 @@ class CudaBackend(CudaFigures):
     def _fetch_lists(self, plan: CudaPlan, launch: Any) -> None:
         self._comm.fetch_lists(plan.view, launch)
 
-    def _notify(
-        self, plan: CudaPlan, topk_idx: Tensor, launch: Any, call: Call, capacity: int = 0
-    ) -> None:
-        """The host waits for the counts, unless a capacity makes it unnecessary."""
-        is_64_bit, report = topk_idx.dtype == torch.int64, capacity == 0
-        number = self._comm.notify(
-            plan.view, topk_idx.data_ptr(), is_64_bit, report, capacity, launch
-        )
-        self._remember(number, call)
-
-    def _list_limits(self) -> tuple[int, int] | None:
-        """Rank rows and items this rank can get at most; None where that is much memory.
+    def _set_list_limits(self) -> None:
+        """Rank rows and items this rank can get at most; none where that is much memory, so that
+        plans get their lists only when the counts are known.
 
         The peers' tokens may have more slots than those of this rank.
         """
         rank_rows = self.size * self._memory.max_tokens
         items = rank_rows * self._max_slots
         num_bytes = rank_rows * self._core.RANK_ROW_BYTES + items * self._core.ITEM_BYTES
-        return (rank_rows, items) if num_bytes <= _SMALL_LISTS_BYTES else None
+        self._list_limits = (rank_rows, items) if num_bytes <= _SMALL_LISTS_BYTES else _NO_LISTS
 
     def _launch(self, call: Call) -> Any:
-        stream = torch.cuda.current_stream(self.device)
-        last = self._last_stream
-        if last is not None and last != stream and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(last)  # operations run in the order in which they were called
-        self._last_stream = stream
-        bad_input = call.error is not None
-        num_sms = min(self.num_sms, self._max_sms)
-        return self._core.Launch(stream.cuda_stream, call.timeout_s, num_sms, bad_input)
+        # The handle alone: a Stream object costs the host more than all else here.
+        stream = torch._C._cuda_getCurrentRawStream(self._device_index)
+        if stream != self._stream:
+            self._change_stream(stream)
+        key = (stream, call.timeout_s, min(self.num_sms, self._max_sms), call.error is not None)
+        if key != self._launch_key:  # mostly as in the call before
+            self._launch_key, self._same_launch = key, self._core.Launch(*key)
+        return self._same_launch
+
+    def _change_stream(self, stream: int) -> None:
+        """Operations run in the order in which they were called, on whichever stream."""
+        current = torch.cuda.current_stream(self.device)
+        if self._last_stream is not None and not torch.cuda.is_current_stream_capturing():
+            current.wait_stream(self._last_stream)
+        self._stream, self._last_stream = stream, current
 
     def _record(self, plan: CudaPlan) -> None:
         """The plan's memory was allocated on the stream of its `prepare`."""
-        if self._last_stream is not None and self._last_stream != plan.stream:
+        if plan.stream != self._stream and self._last_stream is not None:
             plan.record_stream(self._last_stream)
-
-    def _remember(self, number: int, call: Call) -> None:
-        self._calls.append((number, call))
 
     # -- errors -----------------------------------------------------------------------------------
 

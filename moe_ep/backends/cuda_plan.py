@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,37 +11,48 @@ from torch import Tensor
 from moe_ep.backends.base import Plan
 
 
+class StagedTokens(NamedTuple):
+    """What a dispatch sends, and keeps alive until it has."""
+
+    x: Tensor  # [T, H]
+    probs: Tensor | None  # [T, K] fp32
+    native: Any  # `_C.DispatchTensors`
+
+
 class CudaPlan(Plan):
     """Routing of one dispatch, in device memory of this rank; see csrc/shared/plan_layout.h.
 
     Args:
-        topk_idx: [T, K] of this rank. offsets: of the header's parts, from `_C.plan_header`.
-        destinations: ranks a token can go to at most. num_local_experts: L.
-        operation: the dispatch that makes it.
+        communicator: `_C.Communicator`. shape: T and K of this rank.
+        list_limits: rank rows and items to make room for; (0, 0): `add_lists` will.
+        offsets: of the header's parts, from `_C.plan_header`.
+        operation: the dispatch that makes it. stream: handle of the current one.
     """
 
     def __init__(
         self,
-        core: Any,
-        topk_idx: Tensor,
+        communicator: Any,
+        shape: tuple[int, int],
+        list_limits: tuple[int, int],
         offsets: dict[str, int],
-        destinations: int,
-        num_local_experts: int,
         operation: int,
+        stream: int,
+        device: torch.device,
     ) -> None:
-        num_tokens, num_slots = topk_idx.shape
-        slots, partials = num_tokens * num_slots, num_tokens * destinations
-        sizes = (offsets["total"], slots, num_tokens, partials, slots)
-        source = torch.empty(sum(sizes), dtype=torch.int32, device=topk_idx.device)
-        first = source.data_ptr()
-        addresses = [first + 4 * sum(sizes[:i]) for i in range(len(sizes))]
-        view = core.PlanView(*addresses, num_tokens, num_slots)
-        self._set(num_tokens=num_tokens, num_slots=num_slots, operation=operation)
-        self._set(rows=0, complete=None)
-        self._set(source=source, view=view, lists=None, counts=None)
-        self._set(blocks=None, valid=None)
-        self._set(offsets=offsets, num_local_experts=num_local_experts)
-        self._set(stream=torch.cuda.current_stream(topk_idx.device))
+        num_tokens, num_slots = shape
+        words = communicator.plan_words(num_tokens, num_slots, *list_limits)
+        source = torch.empty(words, dtype=torch.int32, device=device)
+        view = communicator.plan(source.data_ptr(), num_tokens, num_slots, *list_limits)
+        self._set(
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+            operation=operation,
+            source=source,
+            view=view,
+            has_lists=list_limits != (0, 0),
+            offsets=offsets,
+            stream=stream,
+        )
 
     def _set(self, **values: Any) -> None:
         """The base class is frozen for everybody else."""
@@ -51,8 +62,13 @@ class CudaPlan(Plan):
         words = (num_rank_rows * core.RANK_ROW_BYTES + num_items * core.ITEM_BYTES) // 4
         lists = torch.empty(words, dtype=torch.int32, device=self.source.device)
         address = lists.data_ptr()
-        self.view.set_lists(address, address + num_rank_rows * core.RANK_ROW_BYTES, 0)
-        self._set(lists=lists)
+        self.view.set_lists(address, address + num_rank_rows * core.RANK_ROW_BYTES)
+        self._set(lists=lists, has_lists=True)
+
+    def drop_lists(self) -> None:
+        """What room there was is too small by now."""
+        self.view.set_lists(0, 0)
+        self._set(lists=None, has_lists=False)
 
     def set_rows(self, num_rows: int, counts: Any = None) -> None:
         self.view.rows_limit = num_rows
@@ -72,27 +88,27 @@ class CudaPlan(Plan):
     @property
     def tokens_per_expert(self) -> Tensor:
         """[L] int64 on the CPU, padding included. Synchronises in capacity mode, once."""
-        self._read_header()
-        return self.blocks
+        return self._read_header()[0]
 
     @property
     def valid_tokens_per_expert(self) -> Tensor:
         """[L] int64 on the CPU, padding left out. Synchronises in capacity mode, once."""
-        self._read_header()
-        return self.valid
+        return self._read_header()[1]
 
-    def _read_header(self) -> None:
+    def _read_header(self) -> tuple[Tensor, Tensor]:
         self.resolve()
-        if self.blocks is not None:
-            return
+        if self.blocks is not None and self.valid is not None:
+            return self.blocks, self.valid
         if self.counts is not None:
-            self._set(blocks=torch.tensor(self.counts.expert_rows, dtype=torch.int64))
-            self._set(valid=torch.tensor(self.counts.expert_count, dtype=torch.int64))
-            return
-        words = self.source[: self.offsets["total"]].cpu().long()
-        first, counts = self.offsets["expert_begin"], self.offsets["expert_count"]
-        self._set(blocks=words[first : first + self.num_local_experts + 1].diff())
-        self._set(valid=words[counts : counts + self.num_local_experts].clone())
+            blocks = torch.tensor(self.counts.expert_rows, dtype=torch.int64)
+            valid = torch.tensor(self.counts.expert_count, dtype=torch.int64)
+        else:
+            words = self.source[: self.offsets["total"]].cpu().long()
+            first, counts = self.offsets["expert_begin"], self.offsets["expert_count"]
+            blocks = words[first:counts].diff()
+            valid = words[counts:].clone()
+        self._set(blocks=blocks, valid=valid)
+        return blocks, valid
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         self.source.record_stream(stream)
@@ -101,12 +117,13 @@ class CudaPlan(Plan):
 
     source: Tensor
     view: Any
-    rows: int
-    complete: Callable[[], None] | None  # finishes a plan whose counts are on their way
-    counts: Any  # what the device told the host; None in capacity mode
-    lists: Tensor | None
-    blocks: Tensor
-    valid: Tensor
+    has_lists: bool
     offsets: dict[str, int]
-    num_local_experts: int
-    stream: torch.cuda.Stream  # on which its memory was allocated
+    stream: int  # on which its memory was allocated
+    rows: int = 0
+    complete: Callable[[], None] | None = None  # finishes a plan whose counts are on their way
+    staged: StagedTokens | None = None  # by `prepare`, for the dispatch that follows
+    counts: Any = None  # what the device told the host; None in capacity mode
+    lists: Tensor | None = None  # where they are not part of `source`
+    blocks: Tensor | None = None
+    valid: Tensor | None = None

@@ -71,8 +71,16 @@ class ReferenceBackend:
         self._rows_wait: tuple[int, int] | None = None
 
     def prepare(
-        self, topk_idx: Tensor | None, call: Call, capacity: int | None = None
+        self,
+        topk_idx: Tensor | None,
+        call: Call,
+        capacity: int | None = None,
+        *,
+        x: Tensor | None = None,
+        probs: Tensor | None = None,
+        fp8_scale: str | None = None,
     ) -> ReferencePlan:
+        """`dispatch` alone needs x, probs and fp8_scale."""
         capacity = capacity or self.layout.dispatch.capacity
         counts = torch.zeros(self.num_slots_total, dtype=torch.int64)
         if topk_idx is not None:

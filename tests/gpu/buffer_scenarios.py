@@ -15,6 +15,7 @@ import buffer_cases
 from buffer_cases import Case, make_inputs, poison, same
 
 from moe_ep import Buffer, PeerError
+from moe_ep.errors import BrokenError
 
 NUM_SMS = 8
 _BUSY_CYCLES = 1_000_000_000  # about half a second
@@ -187,5 +188,26 @@ def check_bad_input(rank: int) -> list[str]:
             buffer_cases.check_case(buffer, Case(hidden=512), number, "cuda")
     buffer_cases.check_case(buffer, Case(), 9, "cuda")
     torch.cuda.synchronize()
+    buffer.destroy()
+    return told
+
+
+def check_static_bad_ids(rank: int) -> list[str]:
+    """Bad ids beside num_worst_tokens, once no header is exchanged: what three calls told."""
+    buffer, told = make_buffer(), []
+    arguments = routed(buffer, Case(tokens=(9, 5, 4)), 0) | {
+        "num_worst_tokens": 33 * buffer.group_size
+    }
+    buffer.dispatch(**arguments)
+    for _ in range(3):
+        if rank == buffer.group_size - 1:
+            arguments["topk_idx"] = arguments["topk_idx"] + 500
+        try:
+            buffer.dispatch(**arguments)
+            told.append("")
+        except (ValueError, PeerError, BrokenError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        torch.cuda.synchronize()
+        dist.barrier()
     buffer.destroy()
     return told

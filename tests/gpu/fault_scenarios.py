@@ -64,8 +64,10 @@ def check_dead_peer(rank: int) -> str:
     return told
 
 
-def check_slow_peer(rank: int, timeout_s: float, sleep_s: float) -> tuple[str, float]:
-    """Case 8: rank 1 comes late to an exchange."""
+def check_slow_peer(
+    rank: int, timeout_s: float, sleep_s: float
+) -> tuple[str, float, tuple[int, int] | None]:
+    """Case 8: rank 1 comes late to an exchange. Also returns whom the device has waited for."""
     case = Case(tokens=(16,))
     backend = make_backend(case)
     _x, idx, _probs = make_inputs(case)
@@ -80,9 +82,10 @@ def check_slow_peer(rank: int, timeout_s: float, sleep_s: float) -> tuple[str, f
     except PeerTimeoutError as error:
         told = str(error)
     seconds = time.monotonic() - start
+    waited = backend.last_wait()
     dist.barrier()
     backend.destroy()
-    return told, seconds
+    return told, seconds, waited
 
 
 def check_lifecycle(rank: int, times: int) -> int:

@@ -28,6 +28,7 @@ from moe_ep.backends.channel import Channel
 from moe_ep.backends.cuda import CudaBackend
 from moe_ep.backends.cuda_plan import CudaPlan
 from moe_ep.errors import CapacityError
+from moe_ep.events import EventHandle, EventOverlap
 from moe_ep.quant import dequantize_fp8, quantize_fp8
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -323,6 +324,30 @@ def check_streams(rank: int) -> None:
         torch.cuda.synchronize()
         assert torch.equal(out, wanted), i
     backend.destroy()
+
+
+def check_async(rank: int) -> None:
+    """async_finish and previous_event change when an exchange runs, not what it returns.
+
+    The first dispatch also needs more room than there is."""
+    case = Case(tokens=(300, 129), hidden=1024, top_k=4, repeats=1)
+    ep = ExpertParallel(make_layout(case).replace(backend="cuda"))
+    x, idx, probs = make_inputs(case)
+    for number in range(1, 9):
+        torch.cuda._sleep(4_000_000)  # about 2 ms: what is dispatched is written late
+        fresh = x * number
+        ready = EventOverlap(EventHandle())
+        d = ep.dispatch(fresh, idx, probs, async_finish=True, previous_event=ready)
+        d.event.current_stream_wait()
+        rows = d.tokens * 2
+        ready = EventOverlap(EventHandle())
+        out, event = ep.combine(rows, d.handle, async_finish=True, previous_event=ready)
+        event.current_stream_wait()
+        wanted = ep.dispatch(fresh, idx, probs)
+        assert torch.equal(d.tokens, wanted.tokens), number
+        assert torch.equal(d.probs, wanted.probs), number
+        assert torch.equal(out, ep.combine(wanted.tokens * 2, wanted.handle)), number
+    ep.destroy()
 
 
 def check_autograd(rank: int) -> None:

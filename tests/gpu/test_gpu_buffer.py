@@ -47,3 +47,13 @@ def test_bad_input_raises_on_all_ranks() -> None:
         ["PeerError"] * 6,
         wrong,
     ]
+
+
+def test_static_bad_ids_raise_on_all_ranks() -> None:
+    """The host does not wait for the call that has them: that one raises, or the next."""
+    for rank, told in enumerate(run_ranks(buffer_scenarios.check_static_bad_ids, 3, limit_s=120)):
+        errors = [text for text in told if text]
+        expected = "ValueError: rank 2: bad input" if rank == 2 else "PeerError: rank"
+        assert len(errors) >= 2 and errors[0].startswith(expected), told
+        assert rank == 2 or "rank 2 gave bad input" in errors[0], told
+        assert errors[-1].startswith("BrokenError"), told

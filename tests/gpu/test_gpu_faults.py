@@ -66,14 +66,17 @@ def test_case_9_dead_peer() -> None:
 @pytest.mark.usefixtures("fresh_mps")
 def test_case_8_late_peer() -> None:
     outcomes = launch_ranks(fault_scenarios.check_slow_peer, 2, 2.0, 5.0, limit_s=90)
-    told, seconds = outcomes[0].result
+    told, seconds, _ = outcomes[0].result
     assert "rank 0 waited 2 s for rank 1" in told and "operation 2" in told
     assert 2.0 <= seconds < 4.0
 
 
 def test_case_8_long_enough() -> None:
-    for told, _ in run_ranks(fault_scenarios.check_slow_peer, 2, 10.0, 3.0, limit_s=90):
-        assert told == ""
+    early, late = run_ranks(fault_scenarios.check_slow_peer, 2, 10.0, 3.0, limit_s=90)
+    assert early[0] == late[0] == ""
+    nanoseconds, peer = early[2]
+    assert peer == 1 and 2.5e9 < nanoseconds < 4e9
+    assert late[2][0] < 0.5e9
 
 
 def test_lifecycle() -> None:

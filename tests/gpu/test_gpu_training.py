@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -204,3 +205,29 @@ def test_a_step_takes_less_than_with_megatrons_alltoall(
     )
     print(f"step of the small model on one rank: {mine:.1f} ms, alltoall {stock:.1f} ms")
     assert mine < stock
+
+
+@pytest.mark.parametrize(("ranks", "dispatcher"), [(1, "deepep"), (2, "deepep"), (1, "alltoall")])
+@pytest.mark.usefixtures("mps")
+def test_script(ranks: int, dispatcher: str, tmp_path: Path) -> None:
+    """scripts/train_mixtral.py as a user calls it: it becomes torchrun and tells the step time."""
+    flags = f"--device cuda --nproc {ranks} --ep {ranks} --steps 4 --eval-every 0 --dtype bf16"
+    command = [sys.executable, str(ROOT / "scripts" / "train_mixtral.py"), *flags.split()]
+    command += ["--dispatcher", dispatcher, "--out", str(tmp_path / "run")]
+    if dispatcher == "deepep":
+        (tmp_path / "layout.yaml").write_text(LAYOUT)
+        command += ["--backend", "cuda", "--layout", str(tmp_path / "layout.yaml")]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "on 1 GPU(s)" in done.stdout and re.search(r"speed +[0-9]+ ms a step", done.stdout), (
+        done.stdout
+    )
+    print(re.search(r"speed .*", done.stdout)[0])

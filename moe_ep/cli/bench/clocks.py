@@ -15,7 +15,7 @@ from moe_ep.cli.bench.ranks import Guard, Ranks
 
 COPY_BYTES = 1 << 30
 HOST_CALLS = 20
-GRAPH_CALLS = 5
+GRAPH_CALLS = 10  # a replay itself takes about 50 us more where eight ranks share a GPU
 _HOLD_CYCLES = 4_000_000  # about 2 ms: longer than the host needs to launch one case
 
 
