@@ -71,6 +71,22 @@ void bind_records(py::module_& m) {
 
 void bind_plan(py::module_& m) {
   py::class_<PlanView>(m, "PlanView")
+      .def(py::init([](uintptr_t header, uintptr_t row_of_slot, uintptr_t num_partials,
+                       uintptr_t partial_slots, uintptr_t item_of_slot, int64_t num_tokens,
+                       int num_slots) {
+             PlanView plan{};
+             plan.header = at<int32_t>(header);
+             plan.row_of_slot = at<int32_t>(row_of_slot);
+             plan.num_partials = at<int32_t>(num_partials);
+             plan.partial_slots = at<int32_t>(partial_slots);
+             plan.item_of_slot = at<int32_t>(item_of_slot);
+             plan.num_tokens = num_tokens;
+             plan.num_slots = num_slots;
+             return plan;
+           }),
+           py::arg("header"), py::arg("row_of_slot"), py::arg("num_partials"),
+           py::arg("partial_slots"), py::arg("item_of_slot"), py::arg("num_tokens"),
+           py::arg("num_slots"))
       .def_readwrite("rows_limit", &PlanView::rows_limit)
       .def(
           "set_lists",

@@ -234,7 +234,7 @@ class CudaBackend(CudaFigures):
             address_of_scales,
             launch,
         )
-        self._calls.append((number, call))
+        self._remember(number, call)
         self._record(plan)
         self._raise_own_error(call)
         return DispatchedRows(rows=rows, scales=scales, probs=row_probs)
@@ -274,7 +274,7 @@ class CudaBackend(CudaFigures):
             hidden,
             _TYPES[rows.dtype],
         )
-        self._calls.append((self._comm.combine(plan.view, tensors, launch), call))
+        self._remember(self._comm.combine(plan.view, tensors, launch), call)
         self._record(plan)
         self._raise_own_error(call)
         return out, slot_values
@@ -356,7 +356,7 @@ class CudaBackend(CudaFigures):
         number = self._comm.notify(
             plan.view, topk_idx.data_ptr(), is_64_bit, report, capacity, launch
         )
-        self._calls.append((number, call))
+        self._remember(number, call)
 
     def _complete(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> None:
         """Waits for the counts of `_start` and finishes the plan."""
@@ -420,6 +420,9 @@ class CudaBackend(CudaFigures):
         """The plan's memory was allocated on the stream of its `prepare`."""
         if plan.stream != self._stream and self._last_stream is not None:
             plan.record_stream(self._last_stream)
+
+    def _remember(self, number: int, call: Call) -> None:
+        self._calls.append((number, call))
 
     # -- errors -----------------------------------------------------------------------------------
 
