@@ -232,10 +232,21 @@ class MeasuredBackend:
     def arrivals(self, tally: Tensor) -> Arrivals:
         return self._inner.arrivals(tally)
 
-    def prepare(self, topk_idx: Tensor | None, call: Call, capacity: int | None = None) -> Plan:
+    def prepare(
+        self,
+        topk_idx: Tensor | None,
+        call: Call,
+        capacity: int | None = None,
+        *,
+        x: Tensor | None = None,
+        probs: Tensor | None = None,
+        fp8_scale: str | None = None,
+    ) -> Plan:
         start = self._start()
         with self._range(call):
-            plan = self._inner.prepare(topk_idx, call, capacity)
+            plan = self._inner.prepare(
+                topk_idx, call, capacity, x=x, probs=probs, fp8_scale=fp8_scale
+            )
         self._opened = (plan, start)
         return plan
 

@@ -41,28 +41,37 @@ class HostsPlan(CudaPlan):
     """Routing of one dispatch between hosts.
 
     Args:
-        core: the module `moe_ep._C`. topk_idx: [T, K] of this rank.
+        core: the module `moe_ep._C`. num_tokens, num_slots: T and K of this rank.
+        offsets: of the header's parts, from `_C.plan_header`.
         room: tokens of a rank that there is symmetric memory for.
         num_chunks: that its rows move in, until counts tell.
+        operation: the dispatch that makes it. stream: handle of the current one.
     """
 
     def __init__(
         self,
         core: Any,
-        topk_idx: Tensor,
+        num_tokens: int,
+        num_slots: int,
         shape: ChunkShape,
+        offsets: dict[str, int],
         room: int,
         num_chunks: int,
         operation: int,
+        stream: int,
+        device: torch.device,
     ) -> None:
-        num_tokens, num_slots = topk_idx.shape
-        blocks = shape.num_local_experts * shape.num_hosts  # one for each expert and source host
-        self._set(num_tokens=num_tokens, num_slots=num_slots, operation=operation)
-        self._set(rows=0, complete=None, lists=None, counts=None, blocks=None, valid=None)
-        self._set(shape=shape, num_chunks=num_chunks, num_local_experts=blocks)
-        self._set(offsets=core.plan_header(shape.ranks_per_host, blocks))
-        self._set(stream=torch.cuda.current_stream(topk_idx.device))
-        self.make_room(core, room, topk_idx.device)
+        self._set(
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+            operation=operation,
+            shape=shape,
+            num_chunks=num_chunks,
+            has_lists=False,
+            offsets=offsets,
+            stream=stream,
+        )
+        self.make_room(core, room, device)
 
     def make_room(self, core: Any, room: int, device: torch.device) -> None:
         """Arrays for `room` tokens of each rank."""
@@ -119,7 +128,8 @@ class HostsPlan(CudaPlan):
         at = {name: self.addresses[name] + 4 * tokens * width[name] for name in _VIEW}
         at["header"] = self.addresses["chunk_headers"] + 4 * chunk * self.offsets["total"]
         view = core.PlanView(*at.values(), shape.host_tokens, shape.num_slots)
-        view.set_lists(*self.list_addresses, self.rows)
+        view.set_lists(*self.list_addresses)
+        view.rows_limit = self.rows
         return view
 
     def view_without_lists(self, core: Any) -> Any:
@@ -133,13 +143,11 @@ class HostsPlan(CudaPlan):
         """Of the NotifyStatus on which all hosts have agreed."""
         return int(self.addresses["header"] + 4 * self.offsets["status"])
 
-    def _read_header(self) -> None:
-        if self.blocks is not None:
-            return
-        super()._read_header()
+    def _read_header(self) -> tuple[Tensor, Tensor]:
+        """An expert's blocks, one for each host that rows come from, taken together."""
+        blocks, valid = super()._read_header()
         hosts = self.shape.num_hosts
-        self._set(blocks=self.blocks.view(-1, hosts).sum(1))
-        self._set(valid=self.valid.view(-1, hosts).sum(1))
+        return blocks.view(-1, hosts).sum(1), valid.view(-1, hosts).sum(1)
 
     shape: ChunkShape
     num_chunks: int  # that rows move in
