@@ -20,7 +20,7 @@ def find(cuda_major: str) -> Path | None:
     places += [*site.getsitepackages(), site.getusersitepackages()]
     for place in map(Path, filter(None, places)):
         folder = place / "nvidia" / "nvshmem"
-        # The wheels of all CUDA versions unpack into one folder: what was installed tells them apart.
+        # The wheels of all CUDA versions unpack into one folder; their metadata tells them apart.
         installed = list(place.glob(f"nvidia_nvshmem_cu{cuda_major}-*.dist-info"))
         if installed and (folder / "lib" / "libnvshmem_device.a").exists():
             return folder.resolve()

@@ -1,13 +1,14 @@
 // Prints what csrc/shared/rail_layout.h and rail_view.h compute: one question per line of the
 // standard input, one JSON object per line of the standard output. tests/unit/test_rail_layout.py
 // asks and judges.
+#include "shared/rail_layout.h"
+
 #include <cstdio>
 #include <iostream>
 #include <sstream>
 #include <string>
 
 #include "shared/peer_order.h"
-#include "shared/rail_layout.h"
 #include "shared/rail_view.h"
 
 namespace {
@@ -83,8 +84,8 @@ void host(std::istream& in) {
 }
 
 void constants() {
-  std::printf("{\"slots\": %d, \"signals\": %d, \"max_hosts\": %d}\n", kInboxSlots,
-              kNumRailSignals, kMaxHosts);
+  std::printf("{\"slots\": %d, \"signals\": %d, \"max_hosts\": %d}\n", kInboxSlots, kNumRailSignals,
+              kMaxHosts);
 }
 
 }  // namespace
