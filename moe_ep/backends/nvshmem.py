@@ -83,9 +83,12 @@ class NvshmemBackend(CudaBackend):
             hosts.ranks_per_host,
             chunk_tokens,
             self._max_slots,
-            self._destinations,
+            min(self._max_slots, hosts.ranks_per_host),
             self.num_local_experts,
         )
+        # One block for each local expert and host that rows come from.
+        blocks = self.num_local_experts * hosts.num_hosts
+        self._offsets = self._core.plan_header(hosts.ranks_per_host, blocks)
         self._rail: Any = self._runtime.core.RailExchange(self._rail_config)
         self._both = HostsMemory(self._memory, self._runtime, self._rail, call)
         self._memory = self._both
@@ -108,6 +111,19 @@ class NvshmemBackend(CudaBackend):
 
     # -- verbs ------------------------------------------------------------------------------------
 
+    def prepare(
+        self,
+        topk_idx: Tensor | None,
+        call: Call,
+        capacity: int | None = None,
+        *,
+        x: Tensor | None = None,
+        probs: Tensor | None = None,
+        fp8_scale: str | None = None,
+    ) -> CudaPlan:
+        """Rows are staged chunk by chunk, by `dispatch`: x, probs and fp8_scale are its alone."""
+        return super().prepare(topk_idx, call, capacity)
+
     def dispatch(
         self,
         plan: CudaPlan,
@@ -124,9 +140,9 @@ class NvshmemBackend(CudaBackend):
         launch = self._launch(call)
         x = x.to(self.device).contiguous()
         hidden = x.shape[1]
-        tensors = self._core.DispatchTensors()
-        tensors.hidden, tensors.type = hidden, cuda._TYPES[x.dtype]
-        tensors.fp8 = cuda._FP8_SCALES[fp8_scale]
+        tensors = self._core.DispatchTensors(
+            0, 0, hidden, cuda._TYPES[x.dtype], cuda._FP8_SCALES[fp8_scale]
+        )
         rows_out = self._runtime.core.RailRows()
         rows_out.status, rows_out.expert_of_slot = (
             plan.status_address,
@@ -147,20 +163,29 @@ class NvshmemBackend(CudaBackend):
         rows = x.new_empty(
             plan.num_rows, hidden, dtype=torch.float8_e4m3fn if returns_fp8 else x.dtype
         )
-        tensors.rows = rows.data_ptr()
         scales, row_probs = None, None
+        address_of_scales = address_of_probs = 0
         if returns_fp8:
             scales = x.new_empty(plan.num_rows, hidden // FP8_BLOCK, dtype=torch.float32)
-            tensors.row_scales = scales.data_ptr() or rows.element_size()
+            address_of_scales = scales.data_ptr() or rows.element_size()
         if probs is not None:
             row_probs = probs.new_empty(plan.num_rows)
-            tensors.row_probs = row_probs.data_ptr()
-        self._move_rows(plan, rows_out, tensors, launch, call)
+            address_of_probs = row_probs.data_ptr()
+        targets = (rows.data_ptr(), address_of_probs, address_of_scales)
+        self._move_rows(plan, rows_out, tensors, targets, launch, call)
         self._record(plan)
         self._raise_own_error(call)
         return DispatchedRows(rows=rows, scales=scales, probs=row_probs)
 
-    def _move_rows(self, plan: HostsPlan, rows: Any, tensors: Any, launch: Any, call: Call) -> None:
+    def _move_rows(
+        self,
+        plan: HostsPlan,
+        rows: Any,
+        tensors: Any,
+        targets: tuple[int, int, int],
+        launch: Any,
+        call: Call,
+    ) -> None:
         """Chunk by chunk. Every kernel waits only for kernels that all ranks launch before it."""
         views = plan.chunk_views(self._core)
         self._last_chunks = len(views)
@@ -175,7 +200,7 @@ class NvshmemBackend(CudaBackend):
         for chunk, view in enumerate(views):
             rows.first_token = chunk * self._chunk_tokens
             self._rail.stage_rows(self._comm, view, rows, launch)
-            self._remember(self._comm.dispatch(view, tensors, launch), call)
+            self._remember(self._comm.dispatch(view, tensors, *targets, launch), call)
             send(chunk + _INBOX_SLOTS)
 
     def combine(
@@ -192,32 +217,32 @@ class NvshmemBackend(CudaBackend):
         launch = self._launch(call)
         rows = rows.to(self.device).contiguous()
         out = rows.new_empty(plan.num_tokens, rows.shape[1])
-        tensors, sums = self._core.CombineTensors(), self._runtime.core.RailSums()
-        tensors.rows, tensors.hidden, tensors.type = (
-            rows.data_ptr(),
-            rows.shape[1],
-            cuda._TYPES[rows.dtype],
-        )
+        sums = self._runtime.core.RailSums()
         sums.status, sums.expert_of_slot = plan.status_address, plan.addresses["expert_of_slot"]
-        sums.num_tokens, sums.hidden, sums.type = plan.num_tokens, tensors.hidden, tensors.type
+        sums.num_tokens, sums.hidden = plan.num_tokens, rows.shape[1]
+        sums.type = cuda._TYPES[rows.dtype]
         sums.out = out.data_ptr()
         slot_values = None
+        address_of_weights = address_of_values = 0
         if weights is not None:
             weights = weights.to(self.device, torch.float32).contiguous()
-            tensors.weights = weights.data_ptr() or weights.element_size()
+            address_of_weights = weights.data_ptr() or weights.element_size()
         if values is not None:
             values = values.to(self.device, torch.float32).contiguous()
             slot_values = values.new_empty(plan.num_tokens, self._max_slots)
-            tensors.values = values.data_ptr() or values.element_size()
+            address_of_values = values.data_ptr() or values.element_size()
             sums.slot_values = slot_values.data_ptr()
-        self._move_sums(plan, sums, tensors, launch, call)
+        sources = (rows.data_ptr(), address_of_weights, address_of_values)
+        self._move_sums(plan, sums, sources, launch, call)
         self._record(plan)
         self._raise_own_error(call)
         if slot_values is not None:
             slot_values = slot_values[:, : plan.num_slots].contiguous()
         return out, slot_values
 
-    def _move_sums(self, plan: HostsPlan, sums: Any, tensors: Any, launch: Any, call: Call) -> None:
+    def _move_sums(
+        self, plan: HostsPlan, sums: Any, sources: tuple[int, int, int], launch: Any, call: Call
+    ) -> None:
         views = plan.chunk_views(self._core)
         self._last_chunks = len(views)
 
@@ -226,9 +251,12 @@ class NvshmemBackend(CudaBackend):
             self._rail.add_sums(self._comm, sums, launch)
 
         for chunk, view in enumerate(views):
-            tensors.out = sums.sums = self._rail.sums(chunk)
-            if tensors.values:
-                tensors.slot_values = sums.values = self._rail.values(chunk)
+            sums.sums = self._rail.sums(chunk)
+            if sources[2]:
+                sums.values = self._rail.values(chunk)
+            tensors = self._core.CombineTensors(
+                *sources, sums.sums, sums.values, sums.hidden, sums.type
+            )
             self._remember(self._comm.combine(view, tensors, launch), call)
             self._rail.return_sums(self._comm, view, sums, launch)
             if chunk > 0:
@@ -248,23 +276,38 @@ class NvshmemBackend(CudaBackend):
 
     # -- one operation ----------------------------------------------------------------------------
 
-    def _new_plan(self, topk_idx: Tensor, call: Call) -> HostsPlan:
-        room = self._memory.max_tokens
-        return HostsPlan(self._core, topk_idx, self._shape, room, self._last_chunks, call.operation)
+    def _new_plan(
+        self, shape: tuple[int, ...], list_limits: tuple[int, int], call: Call
+    ) -> HostsPlan:
+        num_tokens, num_slots = shape
+        plan = HostsPlan(
+            self._core,
+            num_tokens,
+            num_slots,
+            self._shape,
+            self._offsets,
+            self._memory.max_tokens,
+            self._last_chunks,
+            call.operation,
+            self._stream,
+            self.device,
+        )
+        # With a capacity, lists are as long as that.
+        if list_limits != cuda._NO_LISTS:
+            plan.add_lists(self._core, *list_limits)
+        return plan
 
-    def _start(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> bool:
+    def _set_list_limits(self) -> None:
+        """Lists are cut into chunks once the counts of all of them are known."""
+
+    def _start(
+        self, plan: CudaPlan, topk_idx: Tensor, launch: Any, call: Call, capacity: int = 0
+    ) -> None:
+        """Launches the exchange of expert ids along the rail and of counts on this host, and with
+        a capacity the cutting of lists."""
         assert isinstance(plan, HostsPlan)
         if plan.room_chunks != self._shape.num_chunks(self._memory.max_tokens):  # it has grown
             plan.make_room(self._core, self._memory.max_tokens, self.device)
-        return super()._start(plan, topk_idx, call)
-
-    def _list_limits(self) -> None:
-        """Lists are cut into chunks once the counts of all of them are known."""
-
-    def _notify(
-        self, plan: CudaPlan, topk_idx: Tensor, launch: Any, call: Call, capacity: int = 0
-    ) -> None:
-        assert isinstance(plan, HostsPlan)
         is_64_bit, report = topk_idx.dtype == torch.int64, capacity == 0
         num_tokens, num_slots = topk_idx.shape
         tokens = plan.room_chunks * self._shape.host_tokens

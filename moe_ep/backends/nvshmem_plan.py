@@ -153,8 +153,8 @@ class HostsPlan(CudaPlan):
     num_chunks: int  # that rows move in
     room_chunks: int  # that there are arrays for
     addresses: dict[str, int]
-    list_addresses: tuple[int, int]
-    parts: list[Any] | None
+    list_addresses: tuple[int, int] = (0, 0)
+    parts: list[Any] | None = None
 
 
 _VIEW = ("header", "row_of_slot", "num_partials", "partial_slots", "item_of_slot")
