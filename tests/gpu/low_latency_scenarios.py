@@ -57,6 +57,35 @@ def check_large(rank: int) -> None:
     low_latency_cases.check_cases(rank, _LARGE, "cuda")
 
 
+def check_sizes(rank: int) -> None:
+    """Cases 12 and 18: sizes around a warp and a block, several num_sms, both types of index."""
+    prepare()
+    most = 256
+    buffer = make_buffer([Case(max_tokens=most, hidden=512)])
+    for num_sms in (2, 16):
+        Buffer.set_num_sms(num_sms)
+        for tokens in (1, 2, 31, 32, 33, 127, 128, 129, 256):
+            for dtype, mode in ((torch.int32, "plain"), (torch.int64, "hook")):
+                own = (tokens, most - tokens)
+                case = Case(own, 512, max_tokens=most, idx_dtype=dtype, mode=mode)
+                check_case(buffer, case, tokens, "cuda")
+    Buffer.set_num_sms(NUM_SMS)
+    buffer.destroy()
+
+
+def check_other_limit(rank: int) -> str:
+    """Case 11: ranks with different num_max_dispatch_tokens_per_rank; what each is told."""
+    prepare()
+    buffer = make_buffer([Case(max_tokens=128)])
+    try:
+        send(buffer, Case(tokens=(3,), max_tokens=64 if rank == 0 else 128), 0, "cuda")
+    except ValueError as error:
+        return str(error)
+    finally:
+        buffer.destroy()
+    return ""
+
+
 def _delay(generator: random.Random) -> None:
     torch.cuda._sleep(generator.choice([0, 0, 20_000, 400_000]))
     time.sleep(generator.choice([0, 0, 0, 0.002]))

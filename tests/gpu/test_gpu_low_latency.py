@@ -54,6 +54,16 @@ def test_bad_combine_raises_on_all_ranks() -> None:
         assert "rank 2 gave bad input" in told[1], told
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_cases_12_and_18_sizes(num_ranks: int) -> None:
+    run_ranks(low_latency_scenarios.check_sizes, num_ranks, limit_s=120)
+
+
+def test_case_11_different_limits() -> None:
+    for told in run_ranks(low_latency_scenarios.check_other_limit, 2, limit_s=120):
+        assert "num_max_dispatch_tokens_per_rank is 64 on rank 0 and 128 on rank 1" in told, told
+
+
 def test_any_strides() -> None:
     run_ranks(low_latency_scenarios.check_unaligned, 2, limit_s=120)
 
