@@ -6,14 +6,6 @@ namespace {
 
 constexpr int kThreads = 512;
 
-__device__ void load_cut(const CommView& comm, const int32_t* begin, const int32_t* at_source,
-                         ListCut& cut) {
-  for (int i = threadIdx.x; i <= comm.num_ranks; i += kThreads) {
-    cut.begin[i] = begin[i];
-    if (i < comm.num_ranks) cut.at_source[i] = at_source[i];
-  }
-}
-
 __global__ void __launch_bounds__(kThreads)
     fetch_lists_kernel(const __grid_constant__ FetchListsArgs args) {
   __shared__ ListCut rows, items;

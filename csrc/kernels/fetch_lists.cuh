@@ -12,6 +12,14 @@ struct ListCut {
   int32_t at_source[kMaxRanks];  // first of our elements in what the source has published
 };
 
+__device__ __forceinline__ void load_cut(const CommView& comm, const int32_t* begin,
+                                         const int32_t* at_source, ListCut& cut) {
+  for (int i = threadIdx.x; i <= comm.num_ranks; i += blockDim.x) {
+    cut.begin[i] = begin[i];
+    if (i < comm.num_ranks) cut.at_source[i] = at_source[i];
+  }
+}
+
 // Calls load(source, index there) and store(index in the plan, source, value) for every element,
 // several loads at a time, with all threads of the grid.
 template <typename Load, typename Store>
