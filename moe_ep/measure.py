@@ -341,6 +341,9 @@ class Measured:
 
         On this rank alone; calls that run meanwhile are not disturbed. Off (the default, unless
         MOE_EP_STATISTICS=1) it costs nothing. docs/operating.md tells what it costs.
+
+        Args:
+            on: False ends it, and what was counted is gone.
         """
         if on != self.collects_stats:
             self._measure(on, self._measurement is not None and self._measurement.ranges)
@@ -367,6 +370,9 @@ class Measured:
 
     def gather_stats(self, *, reset: bool = False) -> GroupStatistics:
         """The statistics of every rank, on every rank. Collective; two small rounds of messages.
+
+        Args:
+            reset: begin anew afterwards, on this rank.
 
         Raises:
             ValueError: this rank collects no statistics. The peers get a PeerError.

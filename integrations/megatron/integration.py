@@ -116,7 +116,17 @@ class MegatronIntegration:
     def log_statistics(
         self, writer: Any, iteration: int, wandb_writer: Any = None, *, prefix: str = "moe_ep"
     ) -> dict[str, float]:
-        """See `moe_ep.integrations.megatron.log_statistics`; for layers of `layer_class`, too."""
+        """Logs what `collect_stats()` has counted since the last call, as scalars of all layers.
+
+        Args:
+            writer: TensorBoard's, as Megatron's `get_tensorboard_writer()` gives it; None: none.
+            iteration: the step they belong to.
+            wandb_writer: wandb's module or run, likewise.
+            prefix: of their names.
+
+        Returns:
+            The scalars by name; docs/operating.md lists them.
+        """
         scalars = pool_scalars(self.pool, prefix)
         if writer is not None:
             for name, value in scalars.items():
