@@ -151,9 +151,12 @@ class NvshmemRuntime:
         if host is None or broken:
             return
         try:
-            host.ping(self._ping_block, _GOODBYE)
-            if self._missing(host, _GOODBYE, _GOODBYE_S):
-                return
+            # First: no kernel of this rank uses the memory any more. Second: it has heard so from
+            # all. A rank that gives up says the first alone, so that nobody frees without it.
+            for number in (_GOODBYE, _GOODBYE + 1):
+                host.ping(self._ping_block, number)
+                if self._missing(host, number, _GOODBYE_S):
+                    return
             for address in [buffer.address for buffer in self._buffers] + [self._ping_block]:
                 if not host.free(address, _GOODBYE_S):
                     return

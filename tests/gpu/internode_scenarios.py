@@ -160,11 +160,12 @@ def check_refused(rank: int) -> str:
     return ""
 
 
-def check_buffer(rank: int) -> None:
+def check_buffer(rank: int, ranks_per_host: int) -> None:
     """The DeepEP interface over hosts."""
     os.environ["MOE_EP_BACKEND"] = "nvshmem"  # of everything that Buffer builds
     try:
-        buffer_scenarios.check_cases(rank, common_cases()[::4])
+        cases = [replace(case, ranks_per_host=ranks_per_host) for case in common_cases()[::2]]
+        buffer_scenarios.check_cases(rank, cases)
     finally:
         del os.environ["MOE_EP_BACKEND"]
 

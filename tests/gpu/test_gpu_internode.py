@@ -56,6 +56,18 @@ def test_one_rank_a_host_and_large_inboxes() -> None:
     )
 
 
+def test_buffer() -> None:
+    hosts = HostSettings(2, 2)
+    run_ranks(
+        internode.between_hosts,
+        hosts.num_ranks,
+        hosts,
+        internode.check_buffer,
+        hosts.ranks_per_host,
+        limit_s=180,
+    )
+
+
 def test_exact_combine_is_refused() -> None:
     hosts = HostSettings(2, 1)
     told = run_ranks(

@@ -43,6 +43,7 @@ class Case:
     with_topk: bool = True
     worst: bool = False
     use_async: bool = False
+    ranks_per_host: int = 0  # not 0: a host's rows of a token are added up and rounded first
 
 
 @dataclass
@@ -262,6 +263,8 @@ def check_combine(
     exact = torch.zeros(num_tokens, case.hidden, dtype=torch.float64)
     magnitude = torch.zeros_like(exact)
     weight_sums = torch.zeros(num_tokens, case.top_k, dtype=torch.float64)
+    host_size = case.ranks_per_host or num_ranks
+    host_sums = torch.zeros(num_ranks // host_size, *exact.shape, dtype=torch.float64)
     for owner, theirs in enumerate(everyone):
         generator = torch.Generator().manual_seed(31 + 1000 * seed + owner)
         size = len(theirs.rows)
@@ -270,6 +273,7 @@ def check_combine(
         for place, (source, token) in enumerate(theirs.rows):
             if source == rank:
                 exact[token] += rows[place].double()
+                host_sums[owner // host_size, token] += rows[place].double()
                 magnitude[token] += rows[place].double().abs()
                 weight_sums[token] += row_weights[place].double()
         if owner == rank:
@@ -297,6 +301,8 @@ def check_combine(
         event.current_stream_wait()
         wanted = exact + sum(b.double() for b in biases[:number])
         roundings = EPSILON[case.dtype] * (exact.abs() * (number > 0) + wanted.abs())
+        if case.ranks_per_host:
+            roundings += EPSILON[case.dtype] * host_sums.abs().sum(0)
         limit = roundings + 1e-6 * (magnitude + 1)
         assert out.dtype == dtype and out.shape == wanted.shape
         error = (out.cpu().double() - wanted).abs()
