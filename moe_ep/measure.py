@@ -183,7 +183,7 @@ class Measurement:
         if peer == self.rank:
             return "own_rank"
         size = self.layout.parallel.ranks_per_host
-        on_host = self.backend.name == "cuda" or peer // size == self.rank // size
+        on_host = self.backend.name in ("cuda", "nvshmem") or peer // size == self.rank // size
         return "own_host" if on_host else "other_hosts"
 
 

@@ -1,8 +1,8 @@
 """The CUDA backend: one host, peer memory, no collective library.
 
 Every rank maps the symmetric memory of its peers (file descriptors or CUDA IPC) and kernels of
-`moe_ep/_C` move the rows; what they do is told in csrc/kernels. This file checks tensors, allocates
-results, and turns what the device reports into errors.
+`moe_ep/_C` move the rows; what they do is told in csrc/kernels. This file places tensors, allocates
+results and launches.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from moe_ep.backends.base import Call, DispatchedRows
 from moe_ep.backends.channel import Channel
+from moe_ep.backends.cuda_errors import NEEDS_ROOM, CudaErrors
 from moe_ep.backends.cuda_figures import CudaFigures
 from moe_ep.backends.cuda_memory import Memory, SharedMemory
 from moe_ep.backends.cuda_plan import CudaPlan, StagedTokens
-from moe_ep.errors import BrokenError, CapacityError, PeerError, PeerTimeoutError
 from moe_ep.layout import FP8_BLOCK, EPLayout
 
 MAX_RANKS = 64
@@ -34,7 +34,6 @@ _SMALLEST_TOKENS = 128
 _REMEMBERED_OPERATIONS = 64
 _SMALL_LISTS_BYTES = 4 << 20
 _NO_LISTS = (0, 0)
-_OK, _BAD_INPUT, _NEEDS_ROOM, _OVERFLOW = range(4)  # NotifyStatus of csrc/shared/control.h
 
 
 def _load_core() -> Any:
@@ -87,7 +86,7 @@ def _lacking_architecture() -> str | None:
     )
 
 
-class CudaBackend(CudaFigures):
+class CudaBackend(CudaErrors, CudaFigures):
     """See `moe_ep.backends.base.Backend`.
 
     Args:
@@ -365,7 +364,7 @@ class CudaBackend(CudaFigures):
             counts = self._comm.wait_counts(launch)
             if counts is None:
                 self.check(call)
-            if counts.status != _NEEDS_ROOM:
+            if counts.status != NEEDS_ROOM:
                 break
             try:
                 self._memory.grow(counts.max_tokens, call)
@@ -420,69 +419,3 @@ class CudaBackend(CudaFigures):
         """The plan's memory was allocated on the stream of its `prepare`."""
         if plan.stream != self._stream and self._last_stream is not None:
             plan.record_stream(self._last_stream)
-
-    def _remember(self, number: int, call: Call) -> None:
-        self._calls.append((number, call))
-
-    # -- errors -----------------------------------------------------------------------------------
-
-    def check(self, call: Call) -> None:
-        """Raises what the device has reported so far; does not synchronise."""
-        if self._broken is not None:
-            raise BrokenError(
-                f"rank {self.rank}: {call.phase}, operation {call.operation}: this object stopped "
-                f"earlier ({self._broken}); build a new one"
-            )
-        if self._comm.is_quiet():
-            return
-        fault = self._comm.fault()
-        if fault is not None:
-            raise self._peer_timeout(fault)
-        bad_peer = self._comm.take_bad_peer()
-        if bad_peer >= 0:
-            self._broken = f"rank {bad_peer} gave bad input while rows were on their way"
-            raise PeerError(
-                f"rank {self.rank}: rank {bad_peer} gave bad input to an operation before "
-                f"{call.phase}, operation {call.operation}; see its log"
-            )
-        self._broken = "a static capacity was exceeded or an index was bad"
-        self._raise_status(self._comm.sticky(), call)
-
-    def _raise_own_error(self, call: Call) -> None:
-        """Peers learn of it from the device, at some later call: nobody can go on after that."""
-        if call.error is not None:
-            self._broken = f"bad input to {call.phase}, operation {call.operation}"
-            raise call.error
-
-    def _peer_timeout(self, fault: Any) -> PeerTimeoutError:
-        calls = [known for number, known in self._calls if number == fault.operation]
-        operation = calls[0].operation if calls else fault.operation
-        seconds = f"{calls[0].timeout_s:g} s " if calls else ""
-        whom = self._name_of(fault.peer)
-        message = (
-            f"rank {fault.rank} waited {seconds}for {whom} in {fault.phase}, operation "
-            f"{operation} (expected {fault.expected}, seen {fault.seen}; {whom} did not "
-            "reach this operation: see its log; raise the layout's time-outs if it was only slow)"
-        )
-        self._broken = message
-        return PeerTimeoutError(message)
-
-    def _name_of(self, rank: int) -> str:
-        return f"rank {rank}"
-
-    def _raise_status(self, counts: Any, call: Call) -> None:
-        where = f"rank {self.rank}: {call.phase}, operation {call.operation}"
-        if call.error is not None:
-            raise call.error
-        if counts.status == _BAD_INPUT and counts.culprit == self.rank:
-            raise ValueError(
-                f"{where}: topk_idx holds an index that is neither -1 nor below "
-                f"{self.size * self.num_local_experts}, the expert slots of the group"
-            )
-        if counts.status == _BAD_INPUT:
-            raise PeerError(f"{where}: rank {counts.culprit} gave bad input")
-        if counts.status == _OVERFLOW:
-            raise CapacityError(
-                f"{where}: rank {counts.culprit} would receive {counts.worst_rows} rows, "
-                f"dispatch.capacity is {counts.capacity}; raise it, or drop tokens in the router"
-            )

@@ -25,14 +25,21 @@ class CudaFigures:
         return plan.source[: self._offsets["total"]]
 
     def arrivals(self, tally: Tensor) -> Arrivals:
+        rank_rows, items, experts = self._parts(tally, self.size, self.num_local_experts)
+        return Arrivals(
+            experts, rank_rows, items if self.layout.dispatch.exact_combine else rank_rows
+        )
+
+    def _parts(
+        self, tally: Tensor, num_ranks: int, num_experts: int
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Rank rows and items of each source, rows of each expert. Begins add up as counts do; a
+        row for several experts of a rank travels once."""
         words = tally.cpu()
 
         def part(name: str, length: int) -> Tensor:
             return words[self._offsets[name] : self._offsets[name] + length]
 
-        # Begins add up as counts do. A row for several experts of a rank travels once.
-        rank_rows = part("rank_row_begin", self.size + 1).diff().tolist()
-        items = part("item_begin", self.size + 1).diff().tolist()
-        experts = part("expert_count", self.num_local_experts).tolist()
-        exact = self.layout.dispatch.exact_combine
-        return Arrivals(experts, rank_rows, items if exact else rank_rows)
+        rank_rows = part("rank_row_begin", num_ranks + 1).diff().tolist()
+        items = part("item_begin", num_ranks + 1).diff().tolist()
+        return rank_rows, items, part("expert_count", num_experts).tolist()

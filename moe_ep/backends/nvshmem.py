@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep.backends import cuda
-from moe_ep.backends.base import Call, DispatchedRows
+from moe_ep.backends.base import Arrivals, Call, DispatchedRows
 from moe_ep.backends.channel import Channel, exchange_json
 from moe_ep.backends.cuda import CudaBackend
 from moe_ep.backends.cuda_memory import Memory, gpu_id
@@ -262,6 +262,17 @@ class NvshmemBackend(CudaBackend):
             if chunk > 0:
                 add(chunk - 1)
         add(len(views) - 1)
+
+    def arrivals(self, tally: Tensor) -> Arrivals:
+        """Rows of other hosts count for the rank of this host that took them in."""
+        hosts = self._hosts
+        blocks = self.num_local_experts * hosts.num_hosts
+        rank_rows, _, counts = self._parts(tally, hosts.ranks_per_host, blocks)
+        sources = [0] * self.size
+        first = hosts.rank_of(hosts.host, 0)
+        sources[first : first + hosts.ranks_per_host] = rank_rows
+        experts = [sum(counts[e : e + hosts.num_hosts]) for e in range(0, blocks, hosts.num_hosts)]
+        return Arrivals(experts, sources, sources)
 
     def border(self) -> Any:
         """What this rank has put to other hosts: `rows`, `bytes` of them, `other_bytes`. Waits for

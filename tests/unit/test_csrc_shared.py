@@ -13,7 +13,7 @@ import pytest
 import torch
 from csrc_programs import Ask
 
-from moe_ep.backends import cuda
+from moe_ep.backends import cuda, cuda_errors
 from moe_ep.backends.hosts import staggered
 from moe_ep.layout import FP8_BLOCK, MAX_TOP_K
 
@@ -253,7 +253,7 @@ def test_python_and_the_core_agree(constants: dict[str, int]) -> None:
     assert constants["vector_bytes"] == cuda.ROW_MULTIPLE_BYTES
     assert constants["fp8_block"] == FP8_BLOCK
     assert constants["max_slots"] == MAX_TOP_K
-    statuses = (cuda._OK, cuda._BAD_INPUT, cuda._NEEDS_ROOM, cuda._OVERFLOW)
+    statuses = (cuda_errors.OK, cuda_errors.BAD_INPUT, cuda_errors.NEEDS_ROOM, cuda_errors.OVERFLOW)
     names = ("ok", "bad_input", "needs_room", "overflow")
     assert statuses == tuple(constants[name] for name in names)
     for dtype, number in cuda._TYPES.items():
