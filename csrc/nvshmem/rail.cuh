@@ -60,6 +60,7 @@ __device__ __forceinline__ bool wait_chunk(const CommView& comm, const RailView&
 // Sets this host's word of `kind` at the ranks of the rail. Called by one warp, after arrive_last.
 __device__ __forceinline__ void signal_rail(const RailView& rail, RailSignal kind, uint64_t word,
                                             int lane) {
+  __threadfence_system();  // what all blocks have read and written comes before the signal
   for (int step = lane; step < rail.num_hosts - 1; step += 32) {
     const int peer = staggered_peer(rail.host, step, rail.num_hosts);
     nvshmemx_signal_op(rail.signal(kind, rail.host), word, NVSHMEM_SIGNAL_SET, rail.rank_on(peer));

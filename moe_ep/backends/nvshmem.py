@@ -263,6 +263,13 @@ class NvshmemBackend(CudaBackend):
                 add(chunk - 1)
         add(len(views) - 1)
 
+    def last_wait(self) -> tuple[int, int] | None:
+        """As in backend cuda, among the ranks of this host."""
+        waited = super().last_wait()
+        if waited is None:
+            return None
+        return waited[0], self._hosts.rank_of(self._hosts.host, waited[1])
+
     def arrivals(self, tally: Tensor) -> Arrivals:
         """Rows of other hosts count for the rank of this host that took them in."""
         hosts = self._hosts
