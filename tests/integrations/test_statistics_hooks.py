@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_ep.testing import run_ranks
+from moe_ep.testing import RankServer
 
 
 class Writer:
@@ -36,7 +36,7 @@ def _megatron(rank: int) -> None:
 
     with pytest.raises(RuntimeError, match="install"):
         ours.log_statistics(None, 0)
-    with megatron(""):
+    with megatron():
         ours.install()
         layer = make_layer(make_config("deepep", num_layers=5))
         layer.set_layer_number(5)
@@ -59,9 +59,8 @@ def _megatron(rank: int) -> None:
         ours.uninstall()
 
 
-def test_megatron() -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    run_ranks(_megatron, 2, limit_s=150)
+def test_megatron(megatron_ranks: RankServer) -> None:
+    megatron_ranks.run(_megatron, 2, limit_s=150)
 
 
 def _deepspeed(rank: int, folder: str) -> None:
@@ -76,9 +75,8 @@ def _deepspeed(rank: int, folder: str) -> None:
     engine.destroy()
 
 
-def test_deepspeed(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    run_ranks(_deepspeed, 2, str(tmp_path), limit_s=150)
+def test_deepspeed(deepspeed_ranks: RankServer, tmp_path: Path) -> None:
+    deepspeed_ranks.run(_deepspeed, 2, str(tmp_path), limit_s=150)
     files = {path.name: path for path in tmp_path.rglob("*.csv") if "moe_ep" in path.name}
     (imbalance,) = (path for name, path in files.items() if name.endswith("moe_ep_imbalance.csv"))
     with imbalance.open() as file:
