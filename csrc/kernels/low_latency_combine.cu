@@ -65,7 +65,8 @@ __device__ __forceinline__ bool wait_block_signal(const LowLatencyCombineArgs& a
       break;
     }
   }
-  return __shfl_sync(kAllLanes, passed, 0);  // its acquire is for all lanes: a barrier of the warp
+  __syncwarp();  // the acquire of lane 0 is for all lanes
+  return __shfl_sync(kAllLanes, passed, 0);
 }
 
 // As load_piece; nobody reads these bytes again.

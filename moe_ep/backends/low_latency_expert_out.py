@@ -20,7 +20,7 @@ class ExpertOut:
         self._comm, self._device = comm, device
         self._lent: dict[int, weakref.ref[Tensor]] = {}
         self._addresses: dict[int, int] = {}
-        self._last_use = {1: -2, 2: -2}  # the combine that sent it last, in this process's count
+        self._last_use = {1: -3, 2: -3}  # the combine that sent it last, in this process's count
         self._captured = False  # a replayed graph sends it without being counted
         self._next = 1
 
@@ -39,14 +39,16 @@ class ExpertOut:
         buffer = values.view(torch.bfloat16)
         self._lent[which], self._addresses[which] = weakref.ref(buffer), address
         self._next = 3 - which
-        # Its peers had received that combine before they sent the second operation after it.
-        must_wait = self._captured or dispatch < self._last_use[which] + 2
+        # Its peers had received that combine before they sent the second operation after it; one
+        # that was refused in between has been counted, too.
+        must_wait = self._captured or dispatch < self._last_use[which] + 3
         return buffer, which if must_wait else 0
 
     def sent(self, rows: Tensor, operation: int) -> int:
         """The number of the buffer that holds the rows, 0 if none; it may be lent again."""
         for which, address in self._addresses.items():
             if address == rows.data_ptr():
+                self._captured = self._captured or torch.cuda.is_current_stream_capturing()
                 self._lent.pop(which, None)
                 self._last_use[which] = operation
                 return which

@@ -138,7 +138,7 @@ class NvshmemBackend(CudaBackend):
         self.check(call)
         plan.resolve()
         launch = self._launch(call)
-        x = x.to(self.device).contiguous()
+        x = self._placed(x)
         hidden = x.shape[1]
         tensors = self._core.DispatchTensors(
             0, 0, hidden, cuda._TYPES[x.dtype], cuda._FP8_SCALES[fp8_scale]
@@ -215,7 +215,7 @@ class NvshmemBackend(CudaBackend):
         self.check(call)
         plan.resolve()
         launch = self._launch(call)
-        rows = rows.to(self.device).contiguous()
+        rows = self._placed(rows)
         out = rows.new_empty(plan.num_tokens, rows.shape[1])
         sums = self._runtime.core.RailSums()
         sums.status, sums.expert_of_slot = plan.status_address, plan.addresses["expert_of_slot"]

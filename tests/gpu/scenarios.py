@@ -350,6 +350,25 @@ def check_async(rank: int) -> None:
     ep.destroy()
 
 
+def check_unaligned(rank: int) -> None:
+    """Tensors that begin at any element, on one rank alone, give what others give."""
+    case = Case(tokens=(21, 13), hidden=64, top_k=3)
+    ep = ExpertParallel(make_layout(case).replace(backend=backend_name()))
+    x, idx, probs = make_inputs(case)
+
+    def moved(tensor: Tensor) -> Tensor:
+        if rank != 0:
+            return tensor
+        return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+
+    wanted = ep.dispatch(x, idx, probs)
+    d = ep.dispatch(moved(x), idx, moved(probs))
+    assert torch.equal(d.tokens, wanted.tokens) and torch.equal(d.probs, wanted.probs)
+    out = ep.combine(moved(d.tokens), d.handle, weights=moved(d.probs))
+    assert torch.equal(out, ep.combine(wanted.tokens, wanted.handle, weights=wanted.probs))
+    ep.destroy()
+
+
 def check_autograd(rank: int) -> None:
     """Outputs and all gradients through ExpertParallel equal the reference backend's, fp32."""
     case = Case(tokens=(21, 0, 13), hidden=64, top_k=3, dtype="fp32", alignment=4)

@@ -78,6 +78,11 @@ def test_async_equals_synchronous(num_ranks: int) -> None:
     run_ranks(scenarios.check_async, num_ranks, limit_s=120)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_unaligned_tensors(num_ranks: int) -> None:
+    run_ranks(scenarios.check_unaligned, num_ranks, limit_s=120)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_autograd_equals_reference(num_ranks: int) -> None:
     run_ranks(scenarios.check_autograd, num_ranks, limit_s=120)
