@@ -24,7 +24,7 @@ from run_all import DEEPSEEK, MIXTRAL, condensed, missing, run_limited, versions
 
 WORK = record.ROOT / "build" / "multi_gpu"
 TESTS = ("exchange", "cases", "buffer", "low_latency", "memory::test_fresh_objects")
-TESTS += ("megatron", "faults", "training")
+TESTS += ("megatron", "faults", "training", "internode")
 SMS = (16, 24, 8, 32, 64)  # the most telling first
 TOKENS = (4096, 8192)
 END_S = 10  # for the last words
@@ -188,7 +188,8 @@ def bench(session: Session) -> None:
 
 
 def low_latency(session: Session) -> None:
-    words = "bench --mode low_latency --tokens 128 --hidden 7168 --top-k 8 --experts 256"
+    words = "bench --mode low_latency --backend cuda --tokens 128 --hidden 7168 --top-k 8"
+    words += f" --experts 256 --dtype fp8_e4m3 --iterations 200 --num-sms {session.num_sms()[-1]}"
     report = _benchmark(session, "low_latency deepseek", words.split())
     if report is not None:
         session.keep("low_latency", report)
@@ -244,6 +245,12 @@ def goals(report: dict[str, Any]) -> list[tuple[str, float, float]]:
     for entry in steps.get("bench", []):
         for run in entry["report"]["runs"]:
             found += _goals_of_run(entry, run, push)
+    for run in steps.get("low_latency", {}).get("runs", []):
+        limits = {"dispatch": 40.0, "combine": 65.0} if report.get("ranks") == 8 else {}
+        for timing in run["timings"]:
+            if timing["name"] in limits and timing["graph_us"] is not None:
+                what = f"low latency, {timing['name']}, us"
+                found.append((what, timing["graph_us"]["median"], limits[timing["name"]]))
     times = steps.get("training", {})
     if len(times) == 2:
         found.append(

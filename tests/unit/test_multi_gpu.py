@@ -46,6 +46,17 @@ def test_time_goals() -> None:
     assert missed(report("fp8_e4m3", 449.0)) == []
 
 
+def test_low_latency_goals() -> None:
+    timings = [{"name": "dispatch", "graph_us": {"median": 39.0}}]
+    timings += [{"name": "combine", "graph_us": {"median": 66.0}}]
+    measured = {"ranks": 8, "steps": {"low_latency": {"runs": [{"timings": timings}]}}}
+    assert goals(measured) == [
+        ("low latency, dispatch, us", 39.0, 40.0),
+        ("low latency, combine, us", 66.0, 65.0),
+    ]
+    assert goals(measured | {"ranks": 4}) == []
+
+
 def test_training_goal() -> None:
     measured = {"steps": {"training": {"deepep": 11.0, "alltoall": 10.0}}}
     assert goals(measured) == [("training step, deepep over alltoall", 1.1, 1.0)]
