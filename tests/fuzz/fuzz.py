@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--seed", type=int, help="of the first programs; CI's is 0 (default: a fresh one)")
     add("--save", type=Path, metavar="FILE", help="write the programs, run nothing")
     add("--replay", type=Path, metavar="FILE", help="run the programs of a file, one a line")
+    add("--shrink", action="store_true", help="after a failure look for a smaller program, minutes")
     add("--limit", type=float, default=3600.0, metavar="SECONDS", help="of the whole run")
     options = parser.parse_args(arguments)
     if options.save is not None and options.replay is not None:
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.replay is None:
             seed = options.seed
             while operations < options.operations:
-                run_programs(options.backend, RANKS, _BATCH, run, seed)
+                run_programs(options.backend, RANKS, _BATCH, run, seed, options.shrink)
                 seed += 1
         else:
             for line in options.replay.read_text().splitlines():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -64,6 +65,9 @@ _DISPATCH = st.fixed_dictionaries(
         "variant": st.integers(0, 2 * 5 * 2 * 3 * 2 * 2 * 3 - 1),
     }
 )
+
+
+_LATEST = -1  # of those that fit, whatever their number
 
 
 def _fitted_layout(raw: dict[str, Any], ranks: int, backend: str) -> Layout:
@@ -143,6 +147,21 @@ def machine(backend: str, ranks: tuple[int, ...], run: Callable[[Program], objec
             self.steps.append(_fitted_dispatch(raw, self.layout))
             self.alive += 1
 
+        @rule(
+            raw=_DISPATCH,
+            weights=st.sampled_from(["combine", "combine", "experts", "no"]),
+            poison=st.booleans(),
+            seed=_SEEDS,
+        )
+        def there_and_back(
+            self, raw: dict[str, Any], weights: str, poison: bool, seed: int
+        ) -> None:
+            """What training does, which single steps would seldom put together."""
+            raw = {**raw, "tokens": [n or 5 for n in raw["tokens"]], "many": 1}
+            step = _fitted_dispatch(raw, self.layout)
+            self.steps.append(replace(step, weighted=True, grad="yes", dequantize=True))
+            self.steps += [Combine(_LATEST, weights, poison), Backward(_LATEST, seed)]
+
         @precondition(any_alive)
         @rule(
             which=_WHICH, seed=_SEEDS, weighted=st.booleans(), grad=st.sampled_from(["yes", "no"])
@@ -205,16 +224,20 @@ def run_programs(
     programs: int,
     run: Callable[[Program], object],
     seed: int,
+    shrink: bool = False,
 ) -> None:
     """Gives about `programs` programs to `run`, the same for the same seed.
 
-    Where it raises, shrinks the program and raises.
+    Where it raises, raises, with the program in the exception's notes. shrink: looks for a smaller
+    one that fails first, for up to five minutes.
     """
+    phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])]
     settings = hypothesis.settings(
         max_examples=programs,
         stateful_step_count=STEPS,
         database=None,
         deadline=None,
+        phases=phases,
         print_blob=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
