@@ -335,6 +335,7 @@ class Measured:
     layout: EPLayout
     rank: int
     _measurement: Measurement | None
+    _call: Callable[[str], Call]  # the next operation
 
     def collect_stats(self, on: bool = True) -> None:
         """Begins or ends counting what is moved, how long it takes and who was waited for.
@@ -397,6 +398,3 @@ class Measured:
         if self._measurement is None:
             return self.backend
         return self._measurement.of("" if layer is None else str(layer))
-
-    def _call(self, phase: str) -> Call:
-        raise NotImplementedError

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from moe_ep.backends.base import Call
 from moe_ep.backends.channel import Channel, exchange_json
 from moe_ep.backends.hosts import Hosts
-from moe_ep.backends.nvshmem import HostChannel
+from moe_ep.backends.nvshmem_memory import HostChannel
 from moe_ep.errors import PeerTimeoutError
 from moe_ep.testing import run_ranks
 

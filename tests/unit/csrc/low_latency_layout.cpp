@@ -5,9 +5,10 @@
 
 #include <cstdio>
 #include <iostream>
-#include <sstream>
 #include <string>
 #include <utility>
+
+#include "questions.h"
 
 namespace {
 
@@ -57,7 +58,7 @@ void place(std::istream& in) {
               fits);
 }
 
-void constants() {
+void constants(std::istream&) {
   std::printf(
       "{\"max_tokens\": %d, \"max_slots\": %d, \"max_experts\": %d, \"max_ranks\": %d, "
       "\"max_blocks\": %d, \"mark_bytes\": %lld, \"marks\": %d, \"tags\": %d}\n",
@@ -75,24 +76,11 @@ void slots(std::istream& in) {
 }  // namespace
 
 int main() {
-  std::string line, question;
-  while (std::getline(std::cin, line)) {
-    std::istringstream in(line);
-    in >> question;
-    if (question == "layout") {
-      layout(in);
-    } else if (question == "word") {
-      word(in);
-    } else if (question == "place") {
-      place(in);
-    } else if (question == "constants") {
-      constants();
-    } else if (question == "slots") {
-      slots(in);
-    } else {
-      return 2;
-    }
-    if (in.fail()) return 3;
-  }
-  return 0;
+  return answer_questions({
+      {"layout", layout},
+      {"word", word},
+      {"place", place},
+      {"constants", constants},
+      {"slots", slots},
+  });
 }

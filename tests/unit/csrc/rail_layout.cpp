@@ -5,9 +5,9 @@
 
 #include <cstdio>
 #include <iostream>
-#include <sstream>
 #include <string>
 
+#include "questions.h"
 #include "shared/peer_order.h"
 #include "shared/rail_view.h"
 
@@ -83,7 +83,7 @@ void host(std::istream& in) {
   std::printf("{\"host\": %d}\n", view.host_of_expert(expert));
 }
 
-void constants() {
+void constants(std::istream&) {
   std::printf("{\"slots\": %d, \"signals\": %d, \"max_hosts\": %d}\n", kInboxSlots, kNumRailSignals,
               kMaxHosts);
 }
@@ -91,24 +91,11 @@ void constants() {
 }  // namespace
 
 int main() {
-  std::string line, question;
-  while (std::getline(std::cin, line)) {
-    std::istringstream in(line);
-    in >> question;
-    if (question == "layout") {
-      layout(in);
-    } else if (question == "message") {
-      message(in);
-    } else if (question == "inbox") {
-      inbox(in);
-    } else if (question == "host") {
-      host(in);
-    } else if (question == "constants") {
-      constants();
-    } else {
-      return 2;
-    }
-    if (in.fail()) return 3;
-  }
-  return 0;
+  return answer_questions({
+      {"layout", layout},
+      {"message", message},
+      {"inbox", inbox},
+      {"host", host},
+      {"constants", constants},
+  });
 }

@@ -2,9 +2,9 @@
 // per line of the standard output. tests/unit/test_csrc_shared.py asks and judges.
 #include <cstdio>
 #include <iostream>
-#include <sstream>
 #include <string>
 
+#include "questions.h"
 #include "shared/comm_view.h"
 #include "shared/control.h"
 #include "shared/peer_order.h"
@@ -30,7 +30,7 @@ class Object {
   bool first_ = true;
 };
 
-void constants() {
+void constants(std::istream&) {
   Object out;
   out.add("max_ranks", kMaxRanks);
   out.add("max_experts", kMaxExperts);
@@ -142,28 +142,13 @@ void peer(std::istream& in) {
 }  // namespace
 
 int main() {
-  std::string line, question;
-  while (std::getline(std::cin, line)) {
-    std::istringstream in(line);
-    in >> question;
-    if (question == "constants") {
-      constants();
-    } else if (question == "layout") {
-      symmetric(in);
-    } else if (question == "signal") {
-      signal(in);
-    } else if (question == "header") {
-      header(in);
-    } else if (question == "row") {
-      row(in);
-    } else if (question == "destinations") {
-      destinations(in);
-    } else if (question == "peer") {
-      peer(in);
-    } else {
-      return 2;
-    }
-    if (in.fail()) return 3;
-  }
-  return 0;
+  return answer_questions({
+      {"constants", constants},
+      {"layout", symmetric},
+      {"signal", signal},
+      {"header", header},
+      {"row", row},
+      {"destinations", destinations},
+      {"peer", peer},
+  });
 }
