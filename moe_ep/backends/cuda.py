@@ -140,11 +140,11 @@ class CudaBackend(CudaErrors, CudaFigures):
         memory.connect(
             layout.tokens_per_rank or _SMALLEST_TOKENS, Call(0, "setup", layout.timeouts.first_s)
         )
+        self._memory: Memory = memory
         self._list_limits = _NO_LISTS
         self._set_list_limits()
         # Kernels wait for each other: those of all ranks on one GPU must fit on it together.
         self._max_sms = max(self._max_sms // memory.ranks_on_gpu, 1)
-        self._memory: Memory = memory
 
     def _configure(self, config: Any) -> None:
         """Room for what a backend between hosts adds."""

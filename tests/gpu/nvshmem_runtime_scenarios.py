@@ -64,6 +64,7 @@ def check_memory(rank: int) -> str:
     memory = runtime.allocate(1 << 20, call)
     assert memory.address % 256 == 0
     assert not bool(_words(memory.address, 1 << 17).any())
+    dist.barrier()  # nobody writes before all have looked
     addresses = [memory.peer_address(peer) for peer in range(size)]
     for peer, address in enumerate(addresses):
         assert (address != 0) == (peer // 2 == rank // 2), addresses
