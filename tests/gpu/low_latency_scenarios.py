@@ -36,11 +36,15 @@ def prepare(timeout_s: float = 20.0) -> None:
     Buffer.set_num_sms(NUM_SMS)  # waiting blocks of all ranks must fit on one GPU together
 
 
-def check_all(rank: int, cases: list[Case], rounds: int) -> list[str]:
+def check_rounds(rank: int, rounds: int) -> None:
+    prepare()
+    low_latency_order.check_rounds(rank, rounds, "cuda", _delay)
+
+
+def check_all(rank: int, cases: list[Case]) -> list[str]:
     """Everything that ends well, in one set of processes; returns what `check_hooks` does."""
     prepare()
     low_latency_cases.check_cases(rank, cases, "cuda")
-    low_latency_order.check_rounds(rank, rounds, "cuda", _delay)
     told = low_latency_order.check_hooks(rank, "cuda")
     for case in (Case(exact=False), Case(scales="fp32", exact=False, hidden=1536, mode="plain")):
         check_repeats(case)
@@ -55,6 +59,11 @@ def check_all(rank: int, cases: list[Case], rounds: int) -> list[str]:
 def check_large(rank: int) -> None:
     prepare()
     low_latency_cases.check_cases(rank, _LARGE, "cuda")
+
+
+def check_poisoned(rank: int) -> None:
+    prepare()
+    low_latency_order.check_poisoned(rank, "cuda")
 
 
 def check_sizes(rank: int) -> None:
