@@ -18,7 +18,6 @@ constexpr int kPairs = 2048;  // (token, k) pairs that a block routes at a time
 struct Routing {
   int32_t next[kMaxExperts + 1];  // next free place of each expert; [E] counts what is bad
   int32_t expert[kPairs];         // of the pairs at hand, -1: unused, E: bad
-  int32_t index[kPairs];          // their places, -1: nothing is sent
 };
 
 // The tokens of a block: [begin, end), `step` of them routed at a time.
@@ -27,52 +26,82 @@ struct Share {
 };
 
 __device__ __forceinline__ Share share_of_block(const LowLatencyDispatchArgs& args) {
-  const int per_block = static_cast<int>(ceil_div(args.num_tokens, gridDim.x));
-  const int begin = min(static_cast<int>(blockIdx.x) * per_block, args.num_tokens);
-  return {begin, min(begin + per_block, args.num_tokens), kPairs / args.view.shape.num_slots};
+  const uint32_t num_tokens = args.num_tokens;
+  const uint32_t per_block = (num_tokens + gridDim.x - 1) / gridDim.x;
+  const uint32_t begin = min(blockIdx.x * per_block, num_tokens);
+  return {static_cast<int>(begin), static_cast<int>(min(begin + per_block, num_tokens)),
+          static_cast<int>(args.view.slots.quotient(kPairs))};
 }
 
-// What a warp loads of rows before it stores any: units of 32 vectors, one of each lane.
+// A unit: 32 vectors of a row, one of each lane.
+struct Unit {
+  int token, part;
+};
+
+// Units warp, warp + kLowLatencyWarps, ... of the block's rows, one after the other.
+struct Units {
+  Unit at;
+  int num_parts, step_tokens, step_parts;
+
+  __device__ __forceinline__ Units(const Share& share, const Divisor& parts)
+      : num_parts(parts.divisor), step_tokens(parts.quotient(kLowLatencyWarps)) {
+    step_parts = parts.remainder(kLowLatencyWarps, step_tokens);
+    const uint32_t warp = threadIdx.x / kWarp, token = parts.quotient(warp);
+    at = {share.begin + static_cast<int>(token), static_cast<int>(parts.remainder(warp, token))};
+  }
+  __device__ __forceinline__ Unit next() {
+    const Unit now = at;
+    at.token += step_tokens;
+    at.part += step_parts;
+    if (at.part >= num_parts) {
+      at.part -= num_parts;
+      ++at.token;
+    }
+    return now;
+  }
+};
+
+// What a warp loads of rows before it stores any.
 constexpr int kUnits = 8;
 struct RowUnits {
   uint4 v[kUnits];
 };
 
-// Units u, u + kLowLatencyWarps, ... of the block's rows.
 __device__ __forceinline__ void load_units(const LowLatencyDispatchArgs& args, const Share& share,
-                                           int units_per_row, int u, RowUnits& out) {
+                                           Units units, RowUnits& out) {
   const int vectors = args.view.shape.hidden / kFp8Columns;
-  const int total = (share.end - share.begin) * units_per_row;
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    const int unit = u + i * kLowLatencyWarps;
-    const int vector = unit % units_per_row * kWarp + static_cast<int>(threadIdx.x) % kWarp;
-    const int64_t token = share.begin + unit / units_per_row;
+    const Unit unit = units.next();
+    const int vector = unit.part * kWarp + static_cast<int>(threadIdx.x) % kWarp;
+    const int64_t token = unit.token;
     out.v[i] = load_or_zero(args.x + (token * vectors + vector) * kVectorBytes,
-                            unit < total && vector < vectors);
+                            token < share.end && vector < vectors);
   }
 }
 
 template <bool kFp8>
 __device__ __forceinline__ void stage_units(const LowLatencyDispatchArgs& args, const Share& share,
-                                            const LowLatencyBuffer& buffer, int units_per_row,
-                                            int u, const RowUnits& units) {
+                                            const LowLatencyBuffer& buffer, Units& units,
+                                            RowUnits& values) {
   const LowLatencyView& view = args.view;
   const int vectors = view.shape.hidden / kFp8Columns;
-  const int total = (share.end - share.begin) * units_per_row;
   char* rows = view.comm.peers[view.comm.rank] + buffer.rows;
-#pragma unroll
+#pragma unroll 1  // a longer program would have to be fetched
   for (int i = 0; i < kUnits; ++i) {
-    const int unit = u + i * kLowLatencyWarps;
-    if (unit >= total) break;  // of the whole warp
-    const int vector = unit % units_per_row * kWarp + static_cast<int>(threadIdx.x) % kWarp;
-    char* row = rows + (share.begin + unit / units_per_row) * view.layout.row_bytes;
+    const Unit unit = units.next();
+    if (unit.token >= share.end) break;  // of the whole warp
+    const uint4 now = values.v[0];
+#pragma unroll
+    for (int j = 1; j < kUnits; ++j) values.v[j - 1] = values.v[j];
+    const int vector = unit.part * kWarp + static_cast<int>(threadIdx.x) % kWarp;
+    char* row = rows + unit.token * view.layout.row_bytes;
     if (!kFp8) {
-      if (vector < vectors) ptx::store_row16(row + vector * kVectorBytes, units.v[i]);
+      if (vector < vectors) ptx::store_row16(row + vector * kVectorBytes, now);
       continue;
     }
     float f[kFp8Columns], scale;
-    unpack(units.v[i], f, __nv_bfloat16());
+    unpack(now, f, __nv_bfloat16());
     const uint2 q = quantize_vector(f, args.power_of_two_scales != 0, scale);
     if (vector >= vectors) continue;
     ptx::store_row8(row + vector * kFp8Columns, q);
@@ -86,6 +115,7 @@ __device__ __forceinline__ void stage_units(const LowLatencyDispatchArgs& args, 
 __device__ __forceinline__ void load_experts(const LowLatencyDispatchArgs& args, Routing& routing,
                                              int64_t first, int count, bool count_before) {
   const int64_t begin = count_before ? 0 : first;
+#pragma unroll 2
   for (int64_t i = begin + threadIdx.x; i < first + count; i += kLowLatencyThreads) {
     const int expert =
         min(load_expert(args.topk_idx, args.topk_is_64_bit != 0, i), args.view.shape.num_experts);
@@ -97,10 +127,17 @@ __device__ __forceinline__ void load_experts(const LowLatencyDispatchArgs& args,
   }
 }
 
-// Gives `count` pairs their places, in order. One warp calls it.
-__device__ __forceinline__ void assign_places(const LowLatencyShape& shape, Routing& routing,
-                                              int count) {
+// Gives the `count` pairs from `first` on their places, in order, and publishes them. One warp
+// calls it.
+__device__ __forceinline__ void publish_routes(const LowLatencyDispatchArgs& args,
+                                               const LowLatencyBuffer& buffer, Routing& routing,
+                                               int64_t first, int count) {
+  const LowLatencyView& view = args.view;
   const uint32_t lane = threadIdx.x % kWarp, lower = (1u << lane) - 1;
+  char* memory = view.comm.peers[view.comm.rank];
+  Route* routes = reinterpret_cast<Route*>(memory + buffer.routes);
+  int32_t* order = reinterpret_cast<int32_t*>(memory + buffer.order);
+#pragma unroll 1
   for (int begin = 0; begin < count; begin += kWarp) {
     const int i = begin + static_cast<int>(lane);
     const int expert = i < count ? routing.expert[i] : -1;
@@ -109,49 +146,49 @@ __device__ __forceinline__ void assign_places(const LowLatencyShape& shape, Rout
     __syncwarp();
     if (expert >= 0 && same >> lane == 1) routing.next[expert] = index + 1;  // its highest lane
     __syncwarp();
-    const bool sent = index >= 0 && index < shape.max_tokens && expert < shape.num_experts;
-    if (i < count) routing.index[i] = sent ? index : -1;
+    if (i >= count) continue;
+    const bool sent =
+        index >= 0 && index < view.shape.max_tokens && expert < view.shape.num_experts;
+    routes[first + i] = {sent ? expert : -1, sent ? index : -1};
+    args.index[first + i] = sent ? index : -1;
+    if (sent) {
+      const int64_t place = static_cast<int64_t>(expert) * view.shape.max_tokens + index;
+      order[place] = static_cast<int32_t>(first) + i;
+    }
   }
 }
 
-// Publishes the routes of the block's tokens. Afterwards `routing.next` counts them and all tokens
-// before them. All threads call it.
-__device__ void stage_routes(const LowLatencyDispatchArgs& args, const Share& share,
-                             const LowLatencyBuffer& buffer, Routing& routing) {
-  const LowLatencyView& view = args.view;
-  const int slots = view.shape.num_slots;
-  Route* routes = reinterpret_cast<Route*>(view.comm.peers[view.comm.rank] + buffer.routes);
+// Publishes the routes of the block's tokens, whose first pairs are in `routing`. Afterwards the
+// first warp finds all tokens up to the block's last one counted in `routing.next`. All threads
+// call it.
+__device__ __forceinline__ void stage_routes(const LowLatencyDispatchArgs& args, const Share& share,
+                                             const LowLatencyBuffer& buffer, Routing& routing) {
   for (int token = share.begin; token < share.end; token += share.step) {
-    const int64_t first = static_cast<int64_t>(token) * slots;
-    const int count = min(share.step, share.end - token) * slots;
+    const int64_t first = static_cast<int64_t>(token) * args.view.shape.num_slots;
+    const int count = min(share.step, share.end - token) * args.view.shape.num_slots;
     if (token != share.begin) {
       __syncthreads();
       load_experts(args, routing, first, count, false);
       __syncthreads();
     }
-    if (threadIdx.x < kWarp) assign_places(view.shape, routing, count);
-    __syncthreads();
-    for (int i = threadIdx.x; i < count; i += kLowLatencyThreads) {
-      const int index = routing.index[i];
-      routes[first + i] = {index < 0 ? -1 : routing.expert[i], index};
-      args.index[first + i] = index;
-    }
+    if (threadIdx.x < kWarp) publish_routes(args, buffer, routing, first, count);
   }
 }
 
-// Tells every peer how many rows it gets for each of its experts. Called by the block that counted
-// all tokens.
-__device__ void signal_counts(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
-                              const Routing& routing, uint64_t operation) {
+// Tells every peer how many rows it gets for each of its experts. Called by the first warp of the
+// block that counted all tokens.
+__device__ __forceinline__ void signal_counts(const LowLatencyDispatchArgs& args,
+                                              const LowLatencyBuffer& buffer,
+                                              const Routing& routing, uint64_t operation) {
   const LowLatencyView& view = args.view;
   const LowLatencyShape& shape = view.shape;
   const int local = shape.num_experts / shape.num_ranks;
   bool bad = view.comm.bad_input != 0 || routing.next[shape.num_experts] != 0;
-  for (int i = threadIdx.x; i < shape.num_experts; i += kLowLatencyThreads) {
+  for (int i = threadIdx.x; i < shape.num_experts; i += kWarp) {
     bad = bad || routing.next[i] > shape.max_tokens;
   }
-  bad = __syncthreads_or(bad) != 0;
-  for (int i = threadIdx.x; i < shape.num_experts; i += kLowLatencyThreads) {
+  bad = __any_sync(kAllLanes, bad) != 0;
+  for (int i = threadIdx.x; i < shape.num_experts; i += kWarp) {
     // Starting with this rank's own experts: no two ranks begin with the same peer.
     const int expert = (i + view.comm.rank * local) % shape.num_experts;
     const int count = min(routing.next[expert], shape.max_tokens);
@@ -163,33 +200,35 @@ __device__ void signal_counts(const LowLatencyDispatchArgs& args, const LowLaten
   if (bad && threadIdx.x == 0) view.comm.host->bad_peer = view.comm.rank + 1;
 }
 
+__device__ __forceinline__ void clear_counts(const LowLatencyShape& shape, Routing& routing) {
+  for (int i = threadIdx.x; i <= shape.num_experts; i += kLowLatencyThreads) routing.next[i] = 0;
+  __syncthreads();
+}
+
+// After clear_counts. What needs no peer comes first.
 template <bool kFp8>
 __device__ bool send(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
-                     Routing& routing, uint64_t operation) {
+                     Routing& routing, uint64_t operation, bool aborted) {
   const LowLatencyView& view = args.view;
   const Share share = share_of_block(args);
-  const int warp = threadIdx.x / kWarp;
-  const int units = static_cast<int>(ceil_div(view.shape.hidden / kFp8Columns, kWarp));
-  RowUnits row_units;
-  load_units(args, share, units, warp, row_units);
-  for (int i = threadIdx.x; i <= view.shape.num_experts; i += kLowLatencyThreads) {
-    routing.next[i] = 0;
-  }
-  __syncthreads();
+  Units units(share, args.stage_parts);
+  RowUnits values;
+  load_units(args, share, units, values);
   const int at_first = min(share.step, share.end - share.begin) * view.shape.num_slots;
-  const bool is_free = poll_buffer_free(view, operation);
   load_experts(args, routing, static_cast<int64_t>(share.begin) * view.shape.num_slots, at_first,
                true);
-  if (__syncthreads_and(is_free) == 0) return false;
-  constexpr int kStep = kUnits * kLowLatencyWarps;
-  for (int u = warp; u < (share.end - share.begin) * units; u += kStep) {
-    if (u != warp) load_units(args, share, units, u, row_units);
-    stage_units<kFp8>(args, share, buffer, units, u, row_units);
-  }
+  const bool goes_on = !aborted && poll_buffer_free(view, operation);
+  if (__syncthreads_and(goes_on) == 0) return false;
   stage_routes(args, share, buffer, routing);
   // The last block has counted all tokens.
-  if (blockIdx.x == gridDim.x - 1) signal_counts(args, buffer, routing, operation);
-  signal_block(view, operation);
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x < kWarp)
+    signal_counts(args, buffer, routing, operation);
+  while (units.at.token < share.end) {
+    stage_units<kFp8>(args, share, buffer, units, values);
+    if (units.at.token < share.end) load_units(args, share, units, values);
+  }
+  signal_block(view, buffer.blocks, operation);
+  count_operation(view, operation);
   return true;
 }
 
@@ -197,90 +236,71 @@ __device__ bool send(const LowLatencyDispatchArgs& args, const LowLatencyBuffer&
 
 // What a block knows of what arrives, in shared memory.
 struct Arrival {
-  // Rows of segment (local expert, source rank), then where they begin.
-  int32_t begin[kMaxExperts + 1];
+  int32_t count[kMaxExperts];  // rows of segment (local expert, source rank)
   Senders senders;
 };
 
-// Block 0 writes what describes the result.
-__device__ void describe(const LowLatencyDispatchArgs& args, const int32_t* begin) {
+// Place of the first row of a source among those of a local expert.
+__device__ __forceinline__ int first_position(const LowLatencyShape& shape, const Arrival& arrival,
+                                              int local_expert, int source) {
+  const int32_t* count = arrival.count + local_expert * shape.num_ranks;
+  int position = 0;
+  for (int i = 0; i < source; ++i) position += count[i];
+  return position;
+}
+
+// One block writes what describes the result.
+__device__ __forceinline__ void describe(const LowLatencyDispatchArgs& args,
+                                         const Arrival& arrival) {
   const LowLatencyShape& shape = args.view.shape;
-  const int ranks = shape.num_ranks;
   for (int i = threadIdx.x; i < shape.num_experts; i += kLowLatencyThreads) {
-    const int64_t first = begin[i] - begin[i / ranks * ranks];
-    args.layout_range[i] = first << 32 | (begin[i + 1] - begin[i]);
-  }
-  for (int e = threadIdx.x; e < shape.num_experts / ranks; e += kLowLatencyThreads) {
-    const int count = begin[(e + 1) * ranks] - begin[e * ranks];
-    args.recv_count[e] = count;
-    if (args.expert_stats != nullptr) args.expert_stats[e] += count;
+    const int expert = static_cast<int>(args.view.ranks.quotient(i));
+    const int source = static_cast<int>(args.view.ranks.remainder(i, expert));
+    const int64_t first = first_position(shape, arrival, expert, source);
+    args.layout_range[i] = first << 32 | arrival.count[i];
+    if (source != shape.num_ranks - 1) continue;
+    const int count = static_cast<int>(first) + arrival.count[i];
+    args.recv_count[expert] = count;
+    if (args.expert_stats != nullptr) args.expert_stats[expert] += count;
   }
 }
 
-// A piece of a staged row, and for lane k the place of slot k's row in the result.
+// A piece of a staged row. Lane k has the route of slot k.
 struct Incoming {
   int64_t token;
   int32_t source, piece;
-  int32_t expert;    // local, -1: not here
-  int32_t position;  // within the expert
+  Route route;  // expert -1: nowhere
 };
 
 // The number of units is pieces * R * (most tokens of a source); beyond it nothing is here.
 __device__ __forceinline__ Incoming look_up(const LowLatencyDispatchArgs& args,
-                                            const Arrival& arrival, const LowLatencyBuffer& buffer,
-                                            int64_t u) {
+                                            const Senders& senders, const LowLatencyBuffer& buffer,
+                                            int u) {
   const LowLatencyView& view = args.view;
-  const LowLatencyShape& shape = view.shape;
-  const int lane = threadIdx.x % kWarp, ranks = shape.num_ranks;
-  const int local = shape.num_experts / ranks;
-  const int64_t row = u / args.row_shape.pieces;
-  Incoming in{row / ranks, static_cast<int32_t>((view.comm.rank + row) % ranks),
-              static_cast<int32_t>(u % args.row_shape.pieces), -1, 0};
-  if (lane >= shape.num_slots || in.token >= arrival.senders.tokens[in.source]) return in;
+  const int lane = threadIdx.x % kWarp, slots = view.shape.num_slots;
+  const uint32_t row = args.pieces.quotient(u), token = view.ranks.quotient(row);
+  const int place = static_cast<int>(view.ranks.remainder(row, token)) + view.comm.rank;
+  Incoming in{token,
+              place < view.shape.num_ranks ? place : place - view.shape.num_ranks,
+              static_cast<int32_t>(args.pieces.remainder(u, row)),
+              {-1, -1}};
+  if (lane >= slots || in.token >= senders.tokens[in.source]) return in;
   const char* routes = view.comm.peers[in.source] + buffer.routes;
   const uint2 route =
-      ptx::load_row8(reinterpret_cast<const Route*>(routes) + (in.token * shape.num_slots + lane));
-  const int expert = static_cast<int>(route.x) - view.comm.rank * local;
-  if (expert < 0 || expert >= local) return in;
-  in.expert = expert;
-  in.position = arrival.begin[expert * ranks + in.source] - arrival.begin[expert * ranks] +
-                static_cast<int>(route.y);
+      ptx::load_row8(reinterpret_cast<const Route*>(routes) + (in.token * slots + lane));
+  in.route = {static_cast<int32_t>(route.x), static_cast<int32_t>(route.y)};
   return in;
 }
 
-// Lane i's scale (or word of four scales) of the piece, and how many the piece has.
-struct PieceScales {
-  uint32_t bits;
-  int first, count;
-};
-
-__device__ __forceinline__ PieceScales load_scales(const LowLatencyDispatchArgs& args,
-                                                   const char* row, int first_vector, int vectors,
-                                                   int lane) {
-  const uint32_t* scales = reinterpret_cast<const uint32_t*>(row + args.view.shape.hidden);
-  constexpr int kVectorsPerScale = kFp8Block / kVectorBytes;
-  if (args.pack_scales == 0) {
-    const int first = first_vector / kVectorsPerScale, count = vectors / kVectorsPerScale;
-    return {lane < count ? scales[first + lane] : 0, first, count};
-  }
-  const int first = first_vector / (4 * kVectorsPerScale);
-  const int count = vectors / (4 * kVectorsPerScale);
-  uint32_t word = 0;
-  if (lane < count) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {  // of a power of two, the exponent is all there is
-      word |= (scales[4 * (first + lane) + j] >> 23 & 0xffu) << (8 * j);
-    }
-  }
-  return {word, first, count};
-}
-
-template <bool kFp8>
-__device__ __forceinline__ void pack_piece(const LowLatencyDispatchArgs& args, const Incoming& in,
+__device__ __forceinline__ void pack_piece(const LowLatencyDispatchArgs& args,
+                                           const Arrival& arrival, const Incoming& in,
                                            const LowLatencyBuffer& buffer, int lane) {
   const LowLatencyView& view = args.view;
   const RowShape& row_shape = args.row_shape;
-  uint32_t wanted = __ballot_sync(kAllLanes, in.expert >= 0);
+  const int local = static_cast<int>(view.ranks.quotient(view.shape.num_experts));
+  const int local_expert = in.route.expert - view.comm.rank * local;
+  const bool here = in.route.expert >= 0 && local_expert >= 0 && local_expert < local;
+  uint32_t wanted = __ballot_sync(kAllLanes, here);
   if (wanted == 0) return;
   const int64_t num_rows = static_cast<int64_t>(view.shape.num_ranks) * view.shape.max_tokens;
   const char* source = view.comm.peers[in.source] + buffer.rows + in.token * view.layout.row_bytes;
@@ -288,26 +308,77 @@ __device__ __forceinline__ void pack_piece(const LowLatencyDispatchArgs& args, c
   const int64_t offset = row_shape.offset_of(in.piece);
   Piece piece;
   load_piece(piece, source + offset, vectors, lane);
-  PieceScales scales{};
-  if (kFp8) {
-    scales = load_scales(args, source, static_cast<int>(offset) / kVectorBytes, vectors, lane);
+  int64_t to = 0;  // the row in the result
+  if (here) {
+    to = local_expert * num_rows + in.route.index +
+         first_position(view.shape, arrival, local_expert, in.source);
   }
-  if (in.piece == 0 && in.expert >= 0) {
-    const int64_t to = in.expert * num_rows + in.position;
-    args.slots[to] = static_cast<int32_t>(in.token) * view.shape.num_slots + lane;
-    args.src_info[to] = static_cast<int32_t>(in.token);
-  }
-  const int scales_per_row = view.shape.hidden / kFp8Block / (args.pack_scales != 0 ? 4 : 1);
 #pragma unroll 1
   for (; wanted != 0; wanted &= wanted - 1) {
-    const int k = __ffs(wanted) - 1;
-    const int64_t expert = __shfl_sync(kAllLanes, in.expert, k);
-    const int64_t position = __shfl_sync(kAllLanes, in.position, k);
-    char* row = args.rows + (expert * num_rows + position) * row_shape.row_bytes;
-    store_piece(piece, row + offset, vectors, lane);
-    if (kFp8 && lane < scales.count) {
-      const int64_t column = expert * scales_per_row + scales.first + lane;
-      static_cast<uint32_t*>(args.scales)[column * num_rows + position] = scales.bits;
+    const int64_t row = __shfl_sync(kAllLanes, to, __ffs(wanted) - 1);
+    store_piece(piece, args.rows + row * row_shape.row_bytes + offset, vectors, lane);
+  }
+}
+
+// Four scales of a row, columns 4 * part and the next ones.
+__device__ __forceinline__ void store_scales(const LowLatencyDispatchArgs& args,
+                                             const uint4& scales, int64_t expert, int part,
+                                             int64_t place) {
+  const LowLatencyShape& shape = args.view.shape;
+  const int64_t num_rows = static_cast<int64_t>(shape.num_ranks) * shape.max_tokens;
+  const int num_columns = shape.hidden / kFp8Block;
+  const uint32_t bits[] = {scales.x, scales.y, scales.z, scales.w};
+  uint32_t* out = static_cast<uint32_t*>(args.scales) + place;
+  if (args.pack_scales != 0) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {  // of a power of two, the exponent is all there is
+      word |= (bits[j] >> 23 & 0xffu) << (8 * j);
+    }
+    out[(expert * (num_columns / 4) + part) * num_rows] = word;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int column = 4 * part + j;
+    if (column < num_columns) out[(expert * num_columns + column) * num_rows] = bits[j];
+  }
+}
+
+// Writes what belongs to rows, 32 rows of a segment at a time, so that what lies side by side is
+// written at once: where they come from, and their scales, four columns of them in one part.
+template <bool kFp8>
+__device__ __forceinline__ void label_rows(const LowLatencyDispatchArgs& args,
+                                           const Arrival& arrival, const LowLatencyBuffer& buffer) {
+  const LowLatencyView& view = args.view;
+  const LowLatencyShape& shape = view.shape;
+  const int lane = threadIdx.x % kWarp, num_columns = shape.hidden / kFp8Block;
+  const int num_parts = kFp8 ? 1 + (num_columns + 3) / 4 : 1;
+  const int local = static_cast<int>(view.ranks.quotient(shape.num_experts));
+  const int64_t num_rows = static_cast<int64_t>(shape.num_ranks) * shape.max_tokens;
+#pragma unroll 1
+  for (int u = first_unit(); u < shape.num_experts * num_parts; u += unit_step()) {
+    const int part = u / shape.num_experts, segment = u - part * shape.num_experts;
+    const int expert = static_cast<int>(view.ranks.quotient(segment));
+    const int source = static_cast<int>(view.ranks.remainder(segment, expert));
+    const int count = arrival.count[segment];
+    const char* memory = view.comm.peers[source];
+    const int32_t* order = reinterpret_cast<const int32_t*>(memory + buffer.order) +
+                           static_cast<int64_t>(view.comm.rank * local + expert) * shape.max_tokens;
+    const int64_t first = first_position(shape, arrival, expert, source);
+#pragma unroll 1
+    for (int i = lane; i < count; i += kWarp) {
+      const int32_t slot = ptx::load_row4(order + i);
+      const int32_t token = static_cast<int32_t>(view.slots.quotient(slot));
+      const int64_t place = first + i;
+      if (part == 0) {
+        args.slots[expert * num_rows + place] = slot;
+        args.src_info[expert * num_rows + place] = token;
+        continue;
+      }
+      const char* row = memory + buffer.rows + token * view.layout.row_bytes + shape.hidden;
+      const uint4 scales = ptx::load_row16(row + (part - 1) * kVectorBytes);
+      store_scales(args, scales, expert, part - 1, place);
     }
   }
 }
@@ -316,50 +387,46 @@ template <bool kFp8>
 __device__ bool receive(const LowLatencyDispatchArgs& args, const LowLatencyBuffer& buffer,
                         Arrival& arrival, uint64_t operation) {
   const LowLatencyView& view = args.view;
-  const int ranks = view.shape.num_ranks;
-  Senders& senders = arrival.senders;
-  senders.waited.begin();
-  if (!wait_words(
-          view, buffer.counts, operation, kPhaseDispatchReady, senders,
-          [ranks](int i) { return i % ranks; },
-          [&](int i, int count) { arrival.begin[i] = count; })) {
+  const Senders& senders = arrival.senders;
+  if (!wait_for_senders(
+          view, buffer.counts, operation, kPhaseDispatchReady, args.waiting_stats, arrival.senders,
+          [&](int i) { return view.ranks.remainder(i, view.ranks.quotient(i)); },
+          [&](int i, int count) { arrival.count[i] = count; })) {
     return false;
   }
-  block_exclusive_scan<kLowLatencyThreads>(arrival.begin, view.shape.num_experts);
-  if (blockIdx.x == 0) describe(args, arrival.begin);
-  if (!wait_blocks(view, operation, kPhaseDispatchReady, senders)) return false;
-  senders.waited.add_to(args.waiting_stats, ranks);
   int most = 0;
-  for (int i = 0; i < ranks; ++i) most = max(most, senders.tokens[i]);
-  const int64_t total = static_cast<int64_t>(most) * ranks * args.row_shape.pieces;
-  int64_t u = first_unit();
-  Incoming next = look_up(args, arrival, buffer, u);
+  for (int i = 0; i < view.shape.num_ranks; ++i) most = max(most, senders.tokens[i]);
+  const int total = most * view.shape.num_ranks * args.row_shape.pieces;
+  int u = first_unit();
+  Incoming next = look_up(args, senders, buffer, u);
+#pragma unroll 1
   for (; u < total; u += unit_step()) {
     const Incoming now = next;
-    next = look_up(args, arrival, buffer, u + unit_step());
-    pack_piece<kFp8>(args, now, buffer, threadIdx.x % kWarp);
+    next = look_up(args, senders, buffer, u + unit_step());
+    pack_piece(args, arrival, now, buffer, threadIdx.x % kWarp);
   }
+  label_rows<kFp8>(args, arrival, buffer);
+  if (blockIdx.x == gridDim.x - 1) describe(args, arrival);
   return true;
 }
 
 template <bool kFp8>
 __global__ void __launch_bounds__(kLowLatencyThreads, 1)
     low_latency_dispatch_kernel(const __grid_constant__ LowLatencyDispatchArgs args) {
-  __shared__ union {
-    Routing routing;
-    Arrival arrival;
-  } shared;
+  __shared__ Routing routing;
+  __shared__ Arrival arrival;
   const LowLatencyView& view = args.view;
+  const bool sends = (view.parts & kSend) != 0, receives = (view.parts & kReceive) != 0;
+  if (sends) clear_counts(view.shape, routing);
   ptx::wait_for_stream();
   const uint64_t operation = operation_of(view);
-  if (is_aborted(view.comm)) return;
+  const bool aborted = is_aborted(view.comm);
+  if (aborted && !sends) return;
   const LowLatencyBuffer& buffer = buffer_of(view, operation);
-  if ((view.parts & kSend) != 0 && !send<kFp8>(args, buffer, shared.routing, operation)) return;
-  __syncthreads();
-  if ((view.parts & kReceive) != 0 && !receive<kFp8>(args, buffer, shared.arrival, operation)) {
-    return;
-  }
-  finish(view, operation);
+  if (sends && !send<kFp8>(args, buffer, routing, operation, aborted)) return;
+  if (!receives) return;
+  if (!receive<kFp8>(args, buffer, arrival, operation)) return;
+  signal_received(view, operation);
 }
 
 }  // namespace

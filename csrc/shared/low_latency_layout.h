@@ -36,16 +36,19 @@ struct LowLatencyBuffer {
                      // rows; its count: its tokens
   int64_t blocks;    // uint64 [R][kMaxLowLatencyBlocks]: the operation whose rows a block of the
                      // peer has written
-  int64_t received;  // uint64 [R]: the operation whose rows the peer has read
+  int64_t received;  // uint64 [R][kMaxLowLatencyBlocks]: received_word() of the operation whose rows
+                     // a block of the peer has read
   // Data. A row holds H bf16 values, or H FP8 values followed by their H/128 scales.
   int64_t rows;    // dispatch, of this rank: [Tmax][row_bytes]; combine: [Tmax][K][row_bytes]
   int64_t routes;  // dispatch, of this rank: Route [Tmax][K]
+  int64_t order;   // dispatch, of this rank: int32 [E][Tmax], token*K + k of its rows for an expert
   // Not of an operation but of a combine's caller, who asks for one or the other.
   int64_t expert_out;  // [L][R*Tmax][row_bytes]
 };
 
 struct LowLatencyLayout {
   LowLatencyBuffer buffers[2];
+  int64_t pings;  // uint64 [R]: of the peer, to measure how long a signal takes
   int64_t row_bytes;
   int64_t signal_bytes;  // at the front of the memory: must start at zero
   int64_t total;         // bytes this shape needs: the size hint
@@ -77,8 +80,9 @@ inline LowLatencyLayout low_latency_layout(const LowLatencyShape& shape, int64_t
     buffer.places = take(kMaxExperts * 8);
     buffer.senders = take(kMaxRanks * 8);
     buffer.blocks = take(kMaxRanks * kMaxLowLatencyBlocks * 8);
-    buffer.received = take(kMaxRanks * 8);
+    buffer.received = take(kMaxRanks * kMaxLowLatencyBlocks * 8);
   }
+  layout.pings = take(kMaxRanks * 8);
   layout.signal_bytes = end;
   layout.row_bytes = static_cast<int64_t>(shape.hidden) * 2;
   const int64_t tokens = shape.max_tokens, slots = max_low_latency_slots(shape.num_experts);
@@ -86,11 +90,14 @@ inline LowLatencyLayout low_latency_layout(const LowLatencyShape& shape, int64_t
   const int64_t routes = tokens * slots * static_cast<int64_t>(sizeof(Route));
   // Expert rows take the most: a token has no more slots than there are experts.
   const int64_t expert_rows = tokens * shape.num_experts * layout.row_bytes;
-  const int64_t most = staged + routes > expert_rows ? staged + routes : expert_rows;
+  const int64_t order = align_up(staged + routes, kLowLatencyAlign);
+  const int64_t sent = order + tokens * shape.num_experts * static_cast<int64_t>(sizeof(int32_t));
+  const int64_t most = sent > expert_rows ? sent : expert_rows;
   const int64_t part = (num_bytes - end) / 4 / kLowLatencyAlign * kLowLatencyAlign;
   for (int i = 0; i < 2; ++i) {
     layout.buffers[i].rows = layout.signal_bytes + i * part;
     layout.buffers[i].routes = layout.buffers[i].rows + staged;
+    layout.buffers[i].order = layout.buffers[i].rows + order;
     layout.buffers[i].expert_out = layout.signal_bytes + (2 + i) * part;
   }
   layout.total = layout.signal_bytes + 4 * align_up(most, kLowLatencyAlign);
@@ -117,6 +124,18 @@ MOE_EP_HOST_DEVICE uint32_t word_tag(uint64_t word) {
 MOE_EP_HOST_DEVICE bool word_is_bad(uint64_t word) { return (word >> kWordCountBits & 1) != 0; }
 MOE_EP_HOST_DEVICE int32_t word_count(uint64_t word) {
   return static_cast<int32_t>(word & kMaxLowLatencyTokens);
+}
+
+// What a block tells those whose rows it has read: the operation, and the blocks of its launch.
+constexpr int kWordBlocksBits = 8;
+static_assert(kMaxLowLatencyBlocks < 1 << kWordBlocksBits, "the blocks need more bits");
+
+MOE_EP_HOST_DEVICE uint64_t received_word(uint64_t operation, int num_blocks) {
+  return operation << kWordBlocksBits | static_cast<uint64_t>(num_blocks);
+}
+MOE_EP_HOST_DEVICE uint64_t received_operation(uint64_t word) { return word >> kWordBlocksBits; }
+MOE_EP_HOST_DEVICE int received_blocks(uint64_t word) {
+  return static_cast<int>(word & ((1 << kWordBlocksBits) - 1));
 }
 
 // The count of a combine's word: where the expert's rows for the reader are. source 0: in the

@@ -79,6 +79,7 @@ class CudaLowLatencyBackend:
         self._memory.connect(num_bytes, call)
         # Kernels wait for each other: those of all ranks on one GPU must fit on it together.
         self._max_sms = max(self._max_sms // self._memory.ranks_on_gpu, 1)
+        self._comm.set_one_gpu(self._memory.ranks_on_gpu == self.size)
 
     @property
     def device(self) -> torch.device:
@@ -159,6 +160,15 @@ class CudaLowLatencyBackend:
         if buffer is None:
             return torch.empty(size, dtype=torch.bfloat16, device=device)
         return buffer
+
+    def round_trip_us(self, peer: int, rounds: int, call: Call) -> float | None:
+        self.check(call)
+        took = torch.zeros(1, dtype=torch.int64, device=self._device)
+        shape = self._shape(Shape(1, 8, self.size, 1, fp8=False))
+        self._comm.ping(shape, peer, rounds, took.data_ptr(), self._launch(call))
+        nanoseconds = int(took.item())
+        self.check(call)  # the peer may not have come
+        return nanoseconds / 1e3
 
     def destroy(self) -> None:
         if self._comm is None:
