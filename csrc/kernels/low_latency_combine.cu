@@ -7,8 +7,6 @@
 namespace moe_ep {
 namespace {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
-
 __device__ __forceinline__ uint4 load_or_zero_once(const char* address, bool wanted) {
   uint4 v = make_uint4(0, 0, 0, 0);
   if (wanted) v = ptx::load_row16_evict_first(address);

@@ -13,6 +13,7 @@
 namespace moe_ep {
 
 constexpr int kLowLatencyWarps = kLowLatencyThreads / kWarp;
+constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // Warps of all blocks share units 0, 1, ... of work.
 __device__ __forceinline__ int first_unit() {

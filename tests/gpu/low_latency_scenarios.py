@@ -31,6 +31,9 @@ _LARGE = [
 ]
 
 
+_MODES = (("plain", None), ("hook", "fp32"), ("plain", "packed"))
+
+
 def prepare(timeout_s: float = 20.0) -> None:
     os.environ["MOE_EP_TIMEOUT_S"] = str(timeout_s)
     Buffer.set_num_sms(NUM_SMS)  # waiting blocks of all ranks must fit on one GPU together
@@ -78,6 +81,18 @@ def check_sizes(rank: int) -> None:
                 own = (tokens, most - tokens)
                 case = Case(own, 512, max_tokens=most, idx_dtype=dtype, mode=mode)
                 check_case(buffer, case, tokens, "cuda")
+    Buffer.set_num_sms(NUM_SMS)
+    buffer.destroy()
+
+
+def check_uneven_sms(rank: int) -> None:
+    """Every rank launches another number of blocks, and another one each time."""
+    prepare()
+    cases = [Case(mode=mode, scales=scales, hidden=512) for mode, scales in _MODES]
+    buffer = make_buffer(cases)
+    for number in range(24):
+        Buffer.set_num_sms((1, 7, 16, 2, 5)[(rank + number) % 5])
+        check_case(buffer, cases[number // 2 % len(cases)], number, "cuda")
     Buffer.set_num_sms(NUM_SMS)
     buffer.destroy()
 

@@ -15,7 +15,6 @@ from low_latency_cases import common_cases
 
 from moe_ep.testing import launch_ranks, run_ranks
 
-
 ROUNDS = int(os.environ.get("LOW_LATENCY_ROUNDS", "150"))
 
 
@@ -72,6 +71,11 @@ def test_case_22_poisoned_memory(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_cases_12_and_18_sizes(num_ranks: int) -> None:
     run_ranks(low_latency_scenarios.check_sizes, num_ranks, limit_s=120)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_different_num_sms(num_ranks: int) -> None:
+    run_ranks(low_latency_scenarios.check_uneven_sms, num_ranks, limit_s=120)
 
 
 def test_case_11_different_limits() -> None:

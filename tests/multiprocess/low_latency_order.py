@@ -107,10 +107,15 @@ def check_hooks(rank: int, device: str) -> list[str]:
 
 
 def check_poisoned(rank: int, device: str) -> None:
-    """Case 22: all memory that is handed out is NaN, as are the rows that earlier operations left."""
+    """Case 22: all memory that is handed out is NaN, as are rows that earlier operations left."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN from here on
     assert bool(torch.empty(4, device=device).isnan().all())
-    cases = [Case(mode="plain"), Case(), Case(scales="fp32"), Case(routing="unused", scales="packed")]
+    cases = [
+        Case(mode="plain"),
+        Case(),
+        Case(scales="fp32"),
+        Case(routing="unused", scales="packed"),
+    ]
     cases = [replace(case, hidden=512) for case in cases]
     buffer = make_buffer(cases)
     for seed, case in enumerate(cases):
@@ -129,7 +134,9 @@ def _leave_nan(buffer: Any, case: Case, device: str) -> None:
     slots = torch.arange(most * case.top_k, device=device).view(most, case.top_k)
     idx, weights = slots % (case.local * size), torch.ones(slots.shape, device=device)
     sent = [
-        buffer.low_latency_dispatch(x, idx, most, case.local * size, use_fp8=case.scales is not None)
+        buffer.low_latency_dispatch(
+            x, idx, most, case.local * size, use_fp8=case.scales is not None
+        )
         for _ in range(2)
     ]
     for zero_copy in (False, True):
