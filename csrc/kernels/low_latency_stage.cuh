@@ -217,8 +217,9 @@ __device__ __forceinline__ bool send(const LowLatencyDispatchArgs& args,
   if (__syncthreads_and(goes_on) == 0) return false;
   stage_routes(args, share, buffer, routing);
   // The last block has counted all tokens.
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x < kWarp)
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x < kWarp) {
     signal_counts(args, buffer, routing, operation);
+  }
   while (units.at.token < share.end) {
     stage_units<kFp8>(args, share, buffer, units, values);
     if (units.at.token < share.end) load_units(args, share, units, values);
