@@ -117,7 +117,6 @@ def _start(group: Group, folder: Path) -> list[subprocess.Popen]:
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # as train_mixtral sets it
         "WORLD_SIZE": str(group.num_ranks),
-        "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": str(group.num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -126,7 +125,7 @@ def _start(group: Group, folder: Path) -> list[subprocess.Popen]:
     return [
         subprocess.Popen(
             [sys.executable, str(HERE / "training_runs.py"), str(folder / "runs.json")],
-            env=environment | {"RANK": str(rank)},
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=(folder / f"errors_{rank}.txt").open("w"),
         )
