@@ -26,8 +26,9 @@ from multi_gpu_report import goals, tables
 from run_all import DEEPSEEK, MIXTRAL, condensed, missing, run_limited, versions
 
 WORK = record.ROOT / "build" / "multi_gpu"
-TESTS = ("exchange", "training", "cases", "buffer", "low_latency", "internode", "faults")
+TESTS = ("exchange", "training", "buffer", "low_latency", "internode", "faults")
 TESTS += ("internode_training", "megatron", "memory::test_fresh_objects")
+ALONE = ("cases", "training")  # have tests that run with nothing beside them
 QUICK_TESTS = ("exchange::test_case_12_token_counts", "memory::test_fresh_objects")
 TESTS_AT_ONCE = 4
 SMS = (16, 24, 8, 32, 64)
@@ -164,18 +165,24 @@ def bandwidth(session: Session) -> None:
 
 
 def tests(session: Session) -> None:
-    """Of every file what it found: a fault in one does not hide the others. Several at once."""
+    """Of every file what it found: a fault in one does not hide the others."""
 
-    def run(name: str) -> str | None:
+    def run(name: str, mark: str) -> str | None:
         file, _, test = name.partition("::")
         path = f"tests/gpu/test_gpu_{file}.py" + (f"::{test}" if test else "")
-        command = [sys.executable, "-m", "pytest", path, "-q", "--no-header", "--tb=short", "-x"]
-        text = session.run(f"tests {file}", [*command, "-p", "no:cacheprovider"], 180)
+        words = f"-m pytest {path} -q --no-header --tb=short -x -p no:cacheprovider"
+        command = [sys.executable, *words.split(), "-m", mark]
+        text = session.run(f"tests {file} ({mark})", command, 180)
         return None if text is None else text.strip().splitlines()[-1]
 
-    names = QUICK_TESTS if session.options.quick else TESTS
+    quick = session.options.quick
+    names = QUICK_TESTS if quick else TESTS
     with ThreadPoolExecutor(TESTS_AT_ONCE) as pool:
-        session.keep("tests", dict(zip(names, pool.map(run, names), strict=True)))
+        found = pool.map(lambda name: run(name, "not alone"), names)
+    session.keep("tests", dict(zip(names, found, strict=True)))
+    if not quick:
+        more = {f"{name}, alone": run(name, "alone") for name in ALONE}
+        session.keep("tests", session.report["steps"]["tests"] | more)
 
 
 def bench(session: Session) -> None:
