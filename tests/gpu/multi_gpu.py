@@ -28,7 +28,7 @@ from run_all import DEEPSEEK, MIXTRAL, condensed, missing, run_limited, versions
 WORK = record.ROOT / "build" / "multi_gpu"
 TESTS = ("exchange", "training", "buffer", "low_latency", "internode", "faults")
 TESTS += ("internode_training", "megatron", "memory::test_fresh_objects")
-ALONE = ("cases", "training")  # have tests that run with nothing beside them
+ALONE = ("cases",)  # with nothing beside them
 QUICK_TESTS = ("exchange::test_case_12_token_counts", "memory::test_fresh_objects")
 TESTS_AT_ONCE = 4
 SMS = (16, 24, 8, 32, 64)
@@ -186,16 +186,16 @@ def tests(session: Session) -> None:
 
 
 def bench(session: Session) -> None:
-    """Both models beside NCCL and Megatron's permute, and both lengths."""
+    """Both models beside NCCL and Megatron's permute, and both numbers of tokens."""
     tokens = TOKENS[:1] if session.options.quick else TOKENS
     peers = ["--peer", "megatron"] if importlib.util.find_spec("megatron") else []
-    _sweep(session, "bench", session.num_sms()[:2], tokens, peers)
+    _sweep(session, "bench", session.num_sms()[:1], tokens, peers)
 
 
 def other_sms(session: Session) -> None:
     """The same with other numbers of SMs, without peers."""
-    if session.num_sms()[2:]:
-        _sweep(session, "other_sms", session.num_sms()[2:], TOKENS[:1], [])
+    if session.num_sms()[1:]:
+        _sweep(session, "other_sms", session.num_sms()[1:], TOKENS[:1], [])
 
 
 def _sweep(
