@@ -87,7 +87,11 @@ class Session:
             output.write(f"\n== {name}\n{' '.join(command)}\n")
             output.flush()
             start = output.tell()
-            status = run_limited(command, output, limit_s)
+            try:
+                status = run_limited(command, output, limit_s)
+            except OSError as error:  # such as a program that was not built
+                self.problem(f"{name}: {error}")
+                return None
         text = log.read_bytes()[start:].decode(errors="replace")
         print(f"== {name}: {time.monotonic() - begin:.0f} s", flush=True)
         if status == 0:
