@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -284,6 +285,8 @@ def main() -> int:
     if lacking:
         print("bench_multi_gpu.sh cannot run here: " + "; ".join(lacking), file=sys.stderr)
         return 2
+    # As timeout(1) ends a call: what was started ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     session = Session(options)
