@@ -326,16 +326,14 @@ def run_limited(command: list[str], output: Any, limit_s: float) -> int | None:
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        # First the polite way: pytest then writes its report, with_mps.sh stops its MPS server.
-        for number, seconds in ((signal.SIGINT, END_S / 2), (signal.SIGTERM, END_S / 4)):
-            os.killpg(process.pid, number)
-            try:
-                process.wait(seconds)
-                break
-            except subprocess.TimeoutExpired:
-                continue
         return None
     finally:
+        # First the polite way: pytest then writes its report, with_mps.sh stops its MPS server.
+        for number, seconds in ((signal.SIGINT, END_S / 2), (signal.SIGTERM, END_S / 4)):
+            if process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                    os.killpg(process.pid, number)
+                    process.wait(seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
