@@ -36,7 +36,8 @@ class LowLatencyVerbs:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of symmetric memory that low-latency operations of this shape need.
+        """Bytes of symmetric memory that low-latency operations of this shape need, on however many
+        hosts.
 
         Args:
             num_max_dispatch_tokens_per_rank: Tmax. hidden: H. num_ranks: R. num_experts: E.
@@ -45,7 +46,7 @@ class LowLatencyVerbs:
             ValueError: R does not divide E.
         """
         checks.check_experts(num_experts, num_ranks)
-        return num_bytes_needed(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        return num_bytes_needed(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
