@@ -87,7 +87,8 @@ __device__ __forceinline__ uint32_t own_place(const LowLatencyCombineArgs& args)
   return stays && num_rows <= kMaxPlaceBegin ? kPlaceOwn : 0;
 }
 
-// Puts a whole row to its source on another host. number: of the row. All lanes of the warp call it.
+// Puts a whole row to its source on another host. number: of the row. All lanes of the warp call
+// it.
 template <typename Link>
 __device__ __forceinline__ void put_row(const LowLatencyCombineArgs& args,
                                         const LowLatencyBuffer& buffer, const ExpertRow& row,
@@ -329,8 +330,7 @@ __global__ void __launch_bounds__(kLowLatencyThreads, 1)
   const LowLatencyBuffer& buffer = buffer_of(view, operation);
   if ((view.parts & kSend) != 0 && !send<Link>(args, buffer, by_expert, operation)) return;
   __syncthreads();
-  if ((view.parts & kReceive) != 0 &&
-      !receive<Link>(args, buffer, by_expert, senders, operation)) {
+  if ((view.parts & kReceive) != 0 && !receive<Link>(args, buffer, by_expert, senders, operation)) {
     return;
   }
   finish<Link>(view, operation);

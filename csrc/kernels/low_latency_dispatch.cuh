@@ -17,9 +17,9 @@ constexpr int kPairs = 2048;  // (token, k) pairs that a block routes at a time
 
 // A block's knowledge of the routing, in shared memory.
 struct Routing {
-  int32_t next[kMaxExperts + 1];  // next free place of each expert; [E] counts what is bad
-  int32_t expert[kPairs];         // of the pairs at hand, -1: unused, E: bad
-  int32_t index[kPairs];          // their places, -1: nothing is sent
+  int32_t next[kMaxExperts + 1];   // next free place of each expert; [E] counts what is bad
+  int32_t expert[kPairs];          // of the pairs at hand, -1: unused, E: bad
+  int32_t index[kPairs];           // their places, -1: nothing is sent
   int32_t host_tokens[kMaxRanks];  // tokens that another host wants
 };
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ void assign_places(const LowLatencyShape& shape, Rout
 // Publishes the routes of the block's tokens. Afterwards `routing.next` counts them and all tokens
 // before them. All threads call it.
 static __device__ void stage_routes(const LowLatencyDispatchArgs& args, const Share& share,
-                             const LowLatencyBuffer& buffer, Routing& routing) {
+                                    const LowLatencyBuffer& buffer, Routing& routing) {
   const LowLatencyView& view = args.view;
   const int slots = view.shape.num_slots;
   Route* routes = reinterpret_cast<Route*>(view.comm.peers[view.comm.rank] + buffer.routes);
@@ -136,8 +136,8 @@ static __device__ void stage_routes(const LowLatencyDispatchArgs& args, const Sh
   }
 }
 
-// Tells the ranks of other hosts how many messages all blocks put for them: rows, and routes of each
-// block with tokens. All threads of the block that counted all tokens call it.
+// Tells the ranks of other hosts how many messages all blocks put for them: rows, and routes of
+// each block with tokens. All threads of the block that counted all tokens call it.
 template <typename Link>
 __device__ void signal_puts(const LowLatencyDispatchArgs& args, Routing& routing,
                             uint64_t operation) {
@@ -148,14 +148,13 @@ __device__ void signal_puts(const LowLatencyDispatchArgs& args, Routing& routing
   const int num_routes = static_cast<int>(ceil_div(args.num_tokens, per_block));
   const int which = static_cast<int>(operation & 1);
   if (hosts.by_slots != 0) {
-    return signal_messages<Link>(
-        view, operation, view.border->rank_messages[which], [&](int peer) {
-          int count = num_routes;
-          for (int i = peer * local; i < (peer + 1) * local; ++i) {
-            count += min(routing.next[i], view.shape.max_tokens);
-          }
-          return count;
-        });
+    return signal_messages<Link>(view, operation, view.border->rank_messages[which], [&](int peer) {
+      int count = num_routes;
+      for (int i = peer * local; i < (peer + 1) * local; ++i) {
+        count += min(routing.next[i], view.shape.max_tokens);
+      }
+      return count;
+    });
   }
   if (threadIdx.x < hosts.num_hosts()) routing.host_tokens[threadIdx.x] = 0;
   __syncthreads();
@@ -170,9 +169,9 @@ __device__ void signal_puts(const LowLatencyDispatchArgs& args, Routing& routing
     }
   }
   __syncthreads();
-  signal_messages<Link>(
-      view, operation, view.border->host_messages[which],
-      [&](int peer) { return num_routes + routing.host_tokens[hosts.host_of(peer)]; });
+  signal_messages<Link>(view, operation, view.border->host_messages[which], [&](int peer) {
+    return num_routes + routing.host_tokens[hosts.host_of(peer)];
+  });
 }
 
 // Tells every peer how many rows it gets for each of its experts. Called by the block that counted

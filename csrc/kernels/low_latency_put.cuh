@@ -1,5 +1,5 @@
-// What a dispatch and a combine put to other hosts, and where what came from there is found. Compiled
-// for a Link with a border only.
+// What a dispatch and a combine put to other hosts, and where what came from there is found.
+// Compiled for a Link with a border only.
 #pragma once
 
 #include "kernels/low_latency_signals.cuh"
@@ -44,8 +44,7 @@ __device__ __forceinline__ uint64_t put_to_hosts(const LowLatencyDispatchArgs& a
   const int lane = threadIdx.x % kWarp, slots = view.shape.num_slots;
   const char* staged = view.comm.peers[me] + buffer.rows;
   uint64_t rows = 0;
-  for (int u = threadIdx.x / kWarp; u < (share.end - share.begin) * others;
-       u += kLowLatencyWarps) {
+  for (int u = threadIdx.x / kWarp; u < (share.end - share.begin) * others; u += kLowLatencyWarps) {
     const int64_t token = share.begin + u / others;
     const int host = staggered_peer(here, u % others, hosts.num_hosts());
     const int mine = lane < slots ? host_of_pair(args, token * slots + lane) : -1;
@@ -87,8 +86,7 @@ __device__ __forceinline__ uint64_t put_to_slots(const LowLatencyDispatchArgs& a
 // The routes of the block's tokens to all that look for them.
 template <typename Link>
 __device__ __forceinline__ uint64_t put_routes(const LowLatencyDispatchArgs& args,
-                                               const Share& share,
-                                               const LowLatencyBuffer& buffer) {
+                                               const Share& share, const LowLatencyBuffer& buffer) {
   const LowLatencyView& view = args.view;
   const LowLatencyHosts& hosts = view.hosts;
   const int me = view.comm.rank, here = hosts.host_of(me), slots = view.shape.num_slots;

@@ -6,7 +6,8 @@
 //
 // Link says how ranks are reached: OneHost, or one that has, for ranks on other hosts,
 //   set_word(view, peer, offset, word)                          by one thread
-//   put(view, peer, offset, source, bytes, counter_offset)      by a warp; counts up the counter there
+//   put(view, peer, offset, source, bytes, counter_offset)      by a warp; counts up the counter
+//   there
 // where offsets are within the peer's memory.
 #pragma once
 
@@ -265,8 +266,8 @@ __device__ __forceinline__ bool wait_blocks(const LowLatencyView& view, uint64_t
   return __syncthreads_and(passed) != 0;
 }
 
-// Waits until all that ranks of other hosts have put has come: to this rank or, at_host, to the ranks
-// of their places on this host; as wait_words.
+// Waits until all that ranks of other hosts have put has come: to this rank or, at_host, to the
+// ranks of their places on this host; as wait_words.
 __device__ __forceinline__ bool wait_messages(const LowLatencyView& view, uint64_t operation,
                                               Phase phase, Senders& senders, bool at_host) {
   const CommView& comm = view.comm;
@@ -279,9 +280,8 @@ __device__ __forceinline__ bool wait_messages(const LowLatencyView& view, uint64
     passed = poll_word(view, word_at(view, comm.rank, buffer.messages, peer), peer, operation,
                        phase, senders, told);
     const uint64_t expected = word_count(told);
-    const uint64_t* counter =
-        word_at(view, at_host ? view.hosts.rail(peer, host) : comm.rank,
-                at_host ? buffer.arrived_host : buffer.arrived, peer);
+    const uint64_t* counter = word_at(view, at_host ? view.hosts.rail(peer, host) : comm.rank,
+                                      at_host ? buffer.arrived_host : buffer.arrived, peer);
     uint64_t seen = ptx::load_acquire_system(counter) & kMaxLowLatencyTokens;
     for (Deadline deadline; passed && seen != expected;) {
       const bool expired = deadline.expired(comm, comm.timeout_ns);

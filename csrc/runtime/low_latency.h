@@ -1,5 +1,5 @@
-// A rank's end of the low-latency exchange on one host: owns its memory, launches its kernels. Between
-// hosts nvshmem/low_latency_hosts.h takes its memory and its kernels from elsewhere.
+// A rank's end of the low-latency exchange on one host: owns its memory, launches its kernels.
+// Between hosts nvshmem/low_latency_hosts.h takes its memory and its kernels from elsewhere.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,8 +1,9 @@
 // Low-latency mode between hosts: who is where, and where rows of another host are put.
 //
 // Layered: a token's row goes once to every other host that wants it, to the rank there of the same
-// place (its rail), whose neighbours read it as they read their own staged rows. By slots: a row goes
-// to each of its experts' ranks, for each expert. Either way the routes of all tokens go with it.
+// place (its rail), whose neighbours read it as they read their own staged rows. By slots: a row
+// goes to each of its experts' ranks, for each expert. Either way the routes of all tokens go with
+// it.
 #pragma once
 
 #include "shared/low_latency_layout.h"
@@ -64,8 +65,8 @@ struct LowLatencyBorder {
   // Put so far, by buffer and rank: to the rank's host, and to the rank alone.
   uint64_t host_messages[2][kMaxRanks];
   uint64_t rank_messages[2][kMaxRanks];
-  uint64_t rows, bytes;   // of rows put
-  uint64_t other_bytes;   // of routes put
+  uint64_t rows, bytes;  // of rows put
+  uint64_t other_bytes;  // of routes put
 };
 
 }  // namespace moe_ep
