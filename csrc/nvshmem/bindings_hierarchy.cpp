@@ -1,5 +1,5 @@
 // What moe_ep._C_nvshmem offers for exchanges between hosts. Plans, launches and communicators are
-// those of moe_ep._C, which must have been imported before.
+// those of moe_ep._C.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,6 +11,7 @@ namespace py = pybind11;
 namespace moe_ep {
 
 void bind_hierarchy(py::module_& m) {
+  py::module_::import("moe_ep._C");
   py::class_<RailConfig>(m, "RailConfig")
       .def(py::init<>())
       .def_readwrite("device", &RailConfig::device)
