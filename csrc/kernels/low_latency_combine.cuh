@@ -152,19 +152,19 @@ __device__ __forceinline__ bool return_rows(const LowLatencyCombineArgs& args,
   return true;
 }
 
-// Tells every peer where the rows of this rank's experts are or will be. Called by all threads of
-// one block.
+// Tells every peer of this host where the rows of this rank's experts are or will be, and those of
+// other hosts how many are put. Called by all threads of one block.
 template <typename Link>
 __device__ __forceinline__ void signal_places(const LowLatencyCombineArgs& args,
                                               const LowLatencyBuffer& buffer, uint64_t operation) {
   const LowLatencyView& view = args.view;
   const CommView& comm = view.comm;
   const bool in_place = args.expert_out != 0 && comm.bad_input == 0;
-  signal_senders<Link>(view, operation, in_place || comm.bad_input != 0 ? 0 : gridDim.x, 0);
+  signal_senders<Link>(view, operation, in_place || comm.bad_input != 0 ? 0 : gridDim.x, 0, false);
   const int ranks = comm.num_ranks, local = view.shape.num_experts / ranks;
   if constexpr (Link::kBorder) {
-    signal_messages<Link>(view, operation, view.border->rank_messages[operation & 1],
-                          [&](int peer) {
+    signal_messages<Link>(view, operation, comm.bad_input != 0,
+                          view.border->rank_messages[operation & 1], [&](int peer) {
                             int count = 0;
                             for (int e = 0; e < local && comm.bad_input == 0; ++e) {
                               count += static_cast<int32_t>(args.layout_range[e * ranks + peer]);
@@ -175,11 +175,7 @@ __device__ __forceinline__ void signal_places(const LowLatencyCombineArgs& args,
   for (int i = threadIdx.x; i < view.shape.num_experts; i += kLowLatencyThreads) {
     const int peer = (comm.rank + i / local) % ranks, expert = i % local;
     uint32_t place = 0;
-    if (!is_near<Link>(view, peer)) {
-      set_word<Link>(view, peer, buffer.places, comm.rank * local + expert,
-                     ready_word(operation, view.tag, comm.bad_input != 0, place));
-      continue;
-    }
+    if (!is_near<Link>(view, peer)) continue;  // it takes its own slots, once it has all messages
     const uint32_t source = in_place ? args.expert_out : peer == comm.rank ? own_place(args) : 0;
     if (source != 0) {
       const int64_t range = args.layout_range[expert * ranks + peer];
@@ -288,14 +284,12 @@ __device__ bool receive(const LowLatencyCombineArgs& args, const LowLatencyBuffe
                         int32_t* places, Senders& senders, uint64_t operation) {
   const LowLatencyView& view = args.view;
   const RowShape& row_shape = args.sum_shape;
-  const int local = view.shape.num_experts / view.shape.num_ranks;
   const int64_t total = static_cast<int64_t>(args.num_tokens) * row_shape.pieces;
   int64_t u = first_unit();
   Terms next = load_terms(args, u);
   senders.waited.begin();
-  if (!wait_words(
-          view, buffer.places, operation, kPhaseCombineReady, senders,
-          [local](int i) { return i / local; }, [&](int i, int place) { places[i] = place; })) {
+  if (!wait_words<Link>(view, buffer.places, operation, kPhaseCombineReady, senders, false,
+                        [&](int i, int place) { places[i] = place; })) {
     return false;
   }
   if (!wait_blocks(view, operation, kPhaseCombineReady, senders)) return false;

@@ -13,22 +13,6 @@ namespace moe_ep {
 
 // -- send -----------------------------------------------------------------------------------------
 
-constexpr int kPairs = 2048;  // (token, k) pairs that a block routes at a time
-
-// A block's knowledge of the routing, in shared memory.
-struct Routing {
-  int32_t next[kMaxExperts + 1];   // next free place of each expert; [E] counts what is bad
-  int32_t expert[kPairs];          // of the pairs at hand, -1: unused, E: bad
-  int32_t index[kPairs];           // their places, -1: nothing is sent
-  int32_t host_tokens[kMaxRanks];  // tokens that another host wants
-};
-
-__device__ __forceinline__ Share share_of_block(const LowLatencyDispatchArgs& args) {
-  const int per_block = static_cast<int>(ceil_div(args.num_tokens, gridDim.x));
-  const int begin = min(static_cast<int>(blockIdx.x) * per_block, args.num_tokens);
-  return {begin, min(begin + per_block, args.num_tokens), kPairs / args.view.shape.num_slots};
-}
-
 // What a warp loads of rows before it stores any: units of 32 vectors, one of each lane.
 constexpr int kUnits = 8;
 struct RowUnits {
@@ -78,102 +62,6 @@ __device__ __forceinline__ void stage_units(const LowLatencyDispatchArgs& args, 
   }
 }
 
-// Loads the experts of pairs [first, first + count) and counts those before `first`, if asked to.
-// All threads call it; a barrier must follow.
-__device__ __forceinline__ void load_experts(const LowLatencyDispatchArgs& args, Routing& routing,
-                                             int64_t first, int count, bool count_before) {
-  const int64_t begin = count_before ? 0 : first;
-  for (int64_t i = begin + threadIdx.x; i < first + count; i += kLowLatencyThreads) {
-    const int expert =
-        min(load_expert(args.topk_idx, args.topk_is_64_bit != 0, i), args.view.shape.num_experts);
-    if (i >= first) {
-      routing.expert[i - first] = expert;
-    } else if (expert >= 0) {
-      atomicAdd(&routing.next[expert], 1);  // a count: the order doesn't matter
-    }
-  }
-}
-
-// Gives `count` pairs their places, in order. One warp calls it.
-__device__ __forceinline__ void assign_places(const LowLatencyShape& shape, Routing& routing,
-                                              int count) {
-  const uint32_t lane = threadIdx.x % kWarp, lower = (1u << lane) - 1;
-  for (int begin = 0; begin < count; begin += kWarp) {
-    const int i = begin + static_cast<int>(lane);
-    const int expert = i < count ? routing.expert[i] : -1;
-    const uint32_t same = __match_any_sync(kAllLanes, expert);
-    const int index = expert < 0 ? -1 : routing.next[expert] + __popc(same & lower);
-    __syncwarp();
-    if (expert >= 0 && same >> lane == 1) routing.next[expert] = index + 1;  // its highest lane
-    __syncwarp();
-    const bool sent = index >= 0 && index < shape.max_tokens && expert < shape.num_experts;
-    if (i < count) routing.index[i] = sent ? index : -1;
-  }
-}
-
-// Publishes the routes of the block's tokens. Afterwards `routing.next` counts them and all tokens
-// before them. All threads call it.
-static __device__ void stage_routes(const LowLatencyDispatchArgs& args, const Share& share,
-                                    const LowLatencyBuffer& buffer, Routing& routing) {
-  const LowLatencyView& view = args.view;
-  const int slots = view.shape.num_slots;
-  Route* routes = reinterpret_cast<Route*>(view.comm.peers[view.comm.rank] + buffer.routes);
-  for (int token = share.begin; token < share.end; token += share.step) {
-    const int64_t first = static_cast<int64_t>(token) * slots;
-    const int count = min(share.step, share.end - token) * slots;
-    if (token != share.begin) {
-      __syncthreads();
-      load_experts(args, routing, first, count, false);
-      __syncthreads();
-    }
-    if (threadIdx.x < kWarp) assign_places(view.shape, routing, count);
-    __syncthreads();
-    for (int i = threadIdx.x; i < count; i += kLowLatencyThreads) {
-      const int index = routing.index[i];
-      routes[first + i] = {index < 0 ? -1 : routing.expert[i], index};
-      args.index[first + i] = index;
-    }
-  }
-}
-
-// Tells the ranks of other hosts how many messages all blocks put for them: rows, and routes of
-// each block with tokens. All threads of the block that counted all tokens call it.
-template <typename Link>
-__device__ void signal_puts(const LowLatencyDispatchArgs& args, Routing& routing,
-                            uint64_t operation) {
-  const LowLatencyView& view = args.view;
-  const LowLatencyHosts& hosts = view.hosts;
-  const int local = view.shape.num_experts / view.shape.num_ranks;
-  const int per_block = max(static_cast<int>(ceil_div(args.num_tokens, gridDim.x)), 1);
-  const int num_routes = static_cast<int>(ceil_div(args.num_tokens, per_block));
-  const int which = static_cast<int>(operation & 1);
-  if (hosts.by_slots != 0) {
-    return signal_messages<Link>(view, operation, view.border->rank_messages[which], [&](int peer) {
-      int count = num_routes;
-      for (int i = peer * local; i < (peer + 1) * local; ++i) {
-        count += min(routing.next[i], view.shape.max_tokens);
-      }
-      return count;
-    });
-  }
-  if (threadIdx.x < hosts.num_hosts()) routing.host_tokens[threadIdx.x] = 0;
-  __syncthreads();
-  for (int token = threadIdx.x; token < args.num_tokens; token += kLowLatencyThreads) {
-    uint64_t wanted = 0;
-    for (int k = 0; k < view.shape.num_slots; ++k) {
-      const int host = host_of_pair(args, static_cast<int64_t>(token) * view.shape.num_slots + k);
-      if (host >= 0) wanted |= 1ull << host;
-    }
-    for (; wanted != 0; wanted &= wanted - 1) {
-      atomicAdd(&routing.host_tokens[__ffsll(static_cast<long long>(wanted)) - 1], 1);
-    }
-  }
-  __syncthreads();
-  signal_messages<Link>(view, operation, view.border->host_messages[which], [&](int peer) {
-    return num_routes + routing.host_tokens[hosts.host_of(peer)];
-  });
-}
-
 // Tells every peer how many rows it gets for each of its experts. Called by the block that counted
 // all tokens.
 template <typename Link>
@@ -191,12 +79,17 @@ __device__ void signal_counts(const LowLatencyDispatchArgs& args, const LowLaten
     // Starting with this rank's own experts: no two ranks begin with the same peer.
     const int expert = (i + view.comm.rank * local) % shape.num_experts;
     const int count = min(routing.next[expert], shape.max_tokens);
-    const int place = expert % local * shape.num_ranks + view.comm.rank;
-    set_word<Link>(view, expert / local, buffer.counts, place,
-                   ready_word(operation, view.tag, bad, count));
+    const int owner = expert / local, place = view.comm.rank * local + expert % local;
+    const bool near = is_near<Link>(view, owner);
+    ptx::store_relaxed_system(near ? word_at(view, owner, buffer.counts, place)
+                                   : word_at(view, view.comm.rank, buffer.counts_out, expert),
+                              ready_word(operation, view.tag, bad, count));
   }
-  signal_senders<Link>(view, operation, gridDim.x, args.num_tokens);
-  if constexpr (Link::kBorder) signal_puts<Link>(args, routing, operation);
+  signal_senders<Link>(view, operation, gridDim.x, args.num_tokens, true);
+  if constexpr (Link::kBorder) {
+    put_counts<Link>(view, buffer);
+    signal_puts<Link>(args, routing, bad, operation);
+  }
   if (bad && threadIdx.x == 0) view.comm.host->bad_peer = view.comm.rank + 1;
 }
 
@@ -386,10 +279,10 @@ __device__ bool receive(const LowLatencyDispatchArgs& args, const LowLatencyBuff
   const int ranks = view.shape.num_ranks;
   Senders& senders = arrival.senders;
   senders.waited.begin();
-  if (!wait_words(
-          view, buffer.counts, operation, kPhaseDispatchReady, senders,
-          [ranks](int i) { return i % ranks; },
-          [&](int i, int count) { arrival.begin[i] = count; })) {
+  const int local = view.shape.num_experts / ranks;
+  if (!wait_words<Link>(
+          view, buffer.counts, operation, kPhaseDispatchReady, senders, true,
+          [&](int i, int count) { arrival.begin[i % local * ranks + i / local] = count; })) {
     return false;
   }
   block_exclusive_scan<kLowLatencyThreads>(arrival.begin, view.shape.num_experts);

@@ -2,15 +2,10 @@
 // Compiled for a Link with a border only.
 #pragma once
 
-#include "kernels/low_latency_signals.cuh"
+#include "kernels/low_latency_routing.cuh"
 #include "shared/peer_order.h"
 
 namespace moe_ep {
-
-// The tokens of a block: [begin, end), `step` of them routed at a time.
-struct Share {
-  int begin, end, step;
-};
 
 // -- what a dispatch puts -------------------------------------------------------------------------
 
@@ -20,6 +15,60 @@ __device__ __forceinline__ int host_of_pair(const LowLatencyDispatchArgs& args, 
   const int expert = load_expert(args.topk_idx, args.topk_is_64_bit != 0, pair);
   if (expert < 0 || expert >= shape.num_experts) return -1;
   return args.view.hosts.host_of(expert / (shape.num_experts / shape.num_ranks));
+}
+
+// Tells the ranks of other hosts how many messages all blocks put for them: rows, and routes of
+// each block with tokens. All threads of the block that counted all tokens call it.
+template <typename Link>
+__device__ void signal_puts(const LowLatencyDispatchArgs& args, Routing& routing, bool bad,
+                            uint64_t operation) {
+  const LowLatencyView& view = args.view;
+  const LowLatencyHosts& hosts = view.hosts;
+  const int local = view.shape.num_experts / view.shape.num_ranks;
+  const int per_block = max(static_cast<int>(ceil_div(args.num_tokens, gridDim.x)), 1);
+  const int num_routes = static_cast<int>(ceil_div(args.num_tokens, per_block));
+  const int which = static_cast<int>(operation & 1);
+  if (hosts.by_slots != 0) {
+    return signal_messages<Link>(view, operation, bad, view.border->rank_messages[which],
+                                 [&](int peer) {
+                                   int count = num_routes;
+                                   for (int i = peer * local; i < (peer + 1) * local; ++i) {
+                                     count += min(routing.next[i], view.shape.max_tokens);
+                                   }
+                                   return count;
+                                 });
+  }
+  if (threadIdx.x < hosts.num_hosts()) routing.host_tokens[threadIdx.x] = 0;
+  __syncthreads();
+  for (int token = threadIdx.x; token < args.num_tokens; token += kLowLatencyThreads) {
+    uint64_t wanted = 0;
+    for (int k = 0; k < view.shape.num_slots; ++k) {
+      const int host = host_of_pair(args, static_cast<int64_t>(token) * view.shape.num_slots + k);
+      if (host >= 0) wanted |= 1ull << host;
+    }
+    for (; wanted != 0; wanted &= wanted - 1) {
+      atomicAdd(&routing.host_tokens[__ffsll(static_cast<long long>(wanted)) - 1], 1);
+    }
+  }
+  __syncthreads();
+  signal_messages<Link>(view, operation, bad, view.border->host_messages[which], [&](int peer) {
+    return num_routes + routing.host_tokens[hosts.host_of(peer)];
+  });
+}
+
+// Puts to the ranks of other hosts the counts that lie in `counts_out`. All threads of one block
+// call it.
+template <typename Link>
+__device__ void put_counts(const LowLatencyView& view, const LowLatencyBuffer& buffer) {
+  const int me = view.comm.rank, local = view.shape.num_experts / view.shape.num_ranks;
+  __threadfence_system();  // what reads them next may be a network card
+  __syncthreads();
+  for (int i = threadIdx.x / kWarp; i < view.hosts.num_far(); i += kLowLatencyWarps) {
+    const int peer = view.hosts.far_rank(i, view.hosts.host_of(me));
+    const uint64_t* counts = word_at(view, me, buffer.counts_out, peer * local);
+    Link::put_words(view, peer, buffer.counts + me * local * 8,
+                    reinterpret_cast<const char*>(counts), local * 8);
+  }
 }
 
 // Adds to what this rank has put. Called by one lane.

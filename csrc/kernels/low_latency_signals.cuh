@@ -5,10 +5,10 @@
 // that hooks may come in any order.
 //
 // Link says how ranks are reached: OneHost, or one that has, for ranks on other hosts,
-//   set_word(view, peer, offset, word)                          by one thread
-//   put(view, peer, offset, source, bytes, counter_offset)      by a warp; counts up the counter
-//   there
-// where offsets are within the peer's memory.
+//   set_word(view, peer, offset, word)              by one thread
+//   put_words(view, peer, offset, source, bytes)    by a warp; no word is ever torn
+//   put(view, peer, offset, source, bytes, counter) by a warp; counts up a counter of the peer, too
+// where offset and counter are places in the peer's memory.
 #pragma once
 
 #include "device/block_scan.cuh"
@@ -96,14 +96,15 @@ __device__ __forceinline__ bool poll_buffer_free(const LowLatencyView& view, uin
   return poll_received(view, operation, operation > 2 ? operation - 2 : 0);
 }
 
-// Tells every peer how many blocks of this launch write rows that it can read, and this rank's
-// tokens. Called by all threads of one block.
+// Tells a rank how many blocks of this launch write rows that it can read, and this rank's tokens:
+// every peer, or those of this host. Called by all threads of one block.
 template <typename Link>
 __device__ __forceinline__ void signal_senders(const LowLatencyView& view, uint64_t operation,
-                                               int num_blocks, int num_tokens) {
+                                               int num_blocks, int num_tokens, bool to_all) {
   const CommView& comm = view.comm;
   if (threadIdx.x >= comm.num_ranks) return;
   const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
+  if (!to_all && !is_near<Link>(view, peer)) return;
   const int64_t words = buffer_of(view, operation).senders;
   const int blocks = is_near<Link>(view, peer) ? num_blocks : 0;
   set_word<Link>(view, peer, words, comm.rank, ready_word(operation, blocks, false, num_tokens));
@@ -113,14 +114,14 @@ __device__ __forceinline__ void signal_senders(const LowLatencyView& view, uint6
 // so_far: of LowLatencyBorder. Called by all threads of one block.
 template <typename Link, typename CountOf>
 __device__ __forceinline__ void signal_messages(const LowLatencyView& view, uint64_t operation,
-                                                uint64_t* so_far, CountOf count_of) {
+                                                bool bad, uint64_t* so_far, CountOf count_of) {
   const CommView& comm = view.comm;
   if (threadIdx.x >= view.hosts.num_far()) return;
   const int peer = view.hosts.far_rank(threadIdx.x, view.hosts.host_of(comm.rank));
   so_far[peer] += count_of(peer);
   const uint32_t count = static_cast<uint32_t>(so_far[peer]) & kMaxLowLatencyTokens;
   set_word<Link>(view, peer, buffer_of(view, operation).messages, comm.rank,
-                 ready_word(operation, view.tag, false, count));
+                 ready_word(operation, view.tag, bad, count));
 }
 
 // Tells every peer of this host that this block has written its rows. All threads of the block call
@@ -207,35 +208,45 @@ __device__ __forceinline__ bool poll_word(const LowLatencyView& view, const uint
   return true;
 }
 
-// Waits for E words beginning at `words`, word i written by rank peer_of(i), and calls store(i,
-// count) for each; and for how many blocks send. All threads of the block call it and get the same
-// answer, after a barrier. False: the kernel is to end.
-template <typename PeerOf, typename Store>
+// Looks at what a word of `peer` says about its operation. False: the kernel is to end.
+__device__ __forceinline__ bool check_word(const LowLatencyView& view, int peer, uint64_t operation,
+                                           Phase phase, uint64_t seen) {
+  if (word_tag(seen) != view.tag) {
+    record_fault(view.comm, peer, phase, operation, ready_word(operation, view.tag, false, 0),
+                 seen);
+    return false;
+  }
+  if (word_is_bad(seen)) view.comm.host->bad_peer = peer + 1;
+  return true;
+}
+
+// Waits for E words beginning at `words`, E/R of each rank in order, and calls store(i, count) for
+// each; and for how many blocks send. of_all: of all ranks; else those of other hosts count as
+// zero. All threads of the block call it and get the same answer, after a barrier. False: the
+// kernel is to end.
+template <typename Link, typename Store>
 __device__ __forceinline__ bool wait_words(const LowLatencyView& view, int64_t words,
                                            uint64_t operation, Phase phase, Senders& senders,
-                                           PeerOf peer_of, Store store) {
+                                           bool of_all, Store store) {
   const CommView& comm = view.comm;
-  const int experts = view.shape.num_experts;
+  const int experts = view.shape.num_experts, local = experts / comm.num_ranks;
   bool passed = true;
   for (int i = threadIdx.x; i < experts + comm.num_ranks && passed; i += kLowLatencyThreads) {
-    uint64_t seen;
-    if (i >= experts) {
-      const int peer = i - experts;
-      const uint64_t* word = word_at(view, comm.rank, buffer_of(view, operation).senders, peer);
-      passed = poll_word(view, word, peer, operation, phase, senders, seen);
+    const bool is_sender = i >= experts;
+    const int peer = is_sender ? i - experts : i / local;
+    uint64_t seen = 0;
+    if (of_all || is_near<Link>(view, peer)) {
+      const int64_t at = is_sender ? buffer_of(view, operation).senders : words;
+      passed = poll_word(view, word_at(view, comm.rank, at, is_sender ? peer : i), peer, operation,
+                         phase, senders, seen);
+      passed = passed && (is_sender || check_word(view, peer, operation, phase, seen));
+    }
+    if (is_sender) {
       senders.blocks[peer] = static_cast<int32_t>(word_tag(seen));
       senders.tokens[peer] = word_count(seen);
-      continue;
+    } else {
+      store(i, word_count(seen));
     }
-    const int peer = peer_of(i);
-    passed =
-        poll_word(view, word_at(view, comm.rank, words, i), peer, operation, phase, senders, seen);
-    if (passed && word_tag(seen) != view.tag) {
-      record_fault(comm, peer, phase, operation, ready_word(operation, view.tag, false, 0), seen);
-      passed = false;
-    }
-    if (passed && word_is_bad(seen)) comm.host->bad_peer = peer + 1;
-    store(i, word_count(seen));
   }
   return __syncthreads_and(passed) != 0;
 }
@@ -279,6 +290,7 @@ __device__ __forceinline__ bool wait_messages(const LowLatencyView& view, uint64
     uint64_t told;
     passed = poll_word(view, word_at(view, comm.rank, buffer.messages, peer), peer, operation,
                        phase, senders, told);
+    passed = passed && check_word(view, peer, operation, phase, told);
     const uint64_t expected = word_count(told);
     const uint64_t* counter = word_at(view, at_host ? view.hosts.rail(peer, host) : comm.rank,
                                       at_host ? buffer.arrived_host : buffer.arrived, peer);

@@ -20,6 +20,13 @@ struct Nvshmem {
     nvshmemx_signal_op(reinterpret_cast<uint64_t*>(mine + offset), word, NVSHMEM_SIGNAL_SET, peer);
   }
 
+  // Neither memory nor a network splits an aligned word of eight bytes.
+  static __device__ __noinline__ void put_words(const LowLatencyView& view, int peer,
+                                                int64_t offset, const char* source, int64_t bytes) {
+    char* mine = view.comm.peers[view.comm.rank];
+    nvshmemx_putmem_nbi_warp(mine + offset, source, bytes, peer);
+  }
+
   static __device__ __noinline__ void put(const LowLatencyView& view, int peer, int64_t offset,
                                           const char* source, int64_t bytes,
                                           int64_t counter_offset) {

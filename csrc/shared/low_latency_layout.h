@@ -31,7 +31,7 @@ struct alignas(8) Route {
 // Offsets of one of the two buffers. L = E/R local experts.
 struct LowLatencyBuffer {
   // Signals: words as below, each written by one peer.
-  int64_t counts;    // dispatch, uint64 [L][R]: rows of the peer for a local expert
+  int64_t counts;    // dispatch, uint64 [R][L]: rows of the peer for a local expert
   int64_t places;    // combine, uint64 [E]: where an expert's rows are or will be
   int64_t senders;   // uint64 [R]: in place of the tag the blocks of the peer's launch that write
                      // rows; its count: its tokens
@@ -39,6 +39,7 @@ struct LowLatencyBuffer {
                      // peer has written
   int64_t received;  // uint64 [R]: the operation whose rows the peer has read
   // Signals between hosts. Messages are counted from the start on, modulo 1 << kWordCountBits.
+  int64_t counts_out;    // uint64 [E]: the `counts` of the experts' ranks, as this rank puts them
   int64_t messages;      // uint64 [R]: a ready word; its count: messages that the peer has put
   int64_t arrived;       // uint64 [R]: those for this rank that have come
   int64_t arrived_host;  // uint64 [R]: those for this host that have come to this rank
@@ -92,6 +93,7 @@ inline LowLatencyLayout low_latency_layout(const LowLatencyShape& shape, int64_t
     buffer.senders = take(kMaxRanks * 8);
     buffer.blocks = take(kMaxRanks * kMaxLowLatencyBlocks * 8);
     buffer.received = take(kMaxRanks * 8);
+    buffer.counts_out = take(kMaxExperts * 8);
     buffer.messages = take(kMaxRanks * 8);
     buffer.arrived = take(kMaxRanks * 8);
     buffer.arrived_host = take(kMaxRanks * 8);

@@ -49,7 +49,7 @@ class Shape:
 
 def num_bytes_needed(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes of symmetric memory: csrc/shared/low_latency_layout.h says for what."""
-    signals = 2 * (2 * MAX_EXPERTS + (5 + _MAX_BLOCKS) * _MAX_RANKS) * _WORD_BYTES
+    signals = 2 * (3 * MAX_EXPERTS + (5 + _MAX_BLOCKS) * _MAX_RANKS) * _WORD_BYTES
     row_bytes = hidden * _ROW_BYTES_PER_COLUMN
     staged = _align(max_tokens * row_bytes)
     routes = _align(max_tokens * min(MAX_SLOTS, num_experts) * _ROUTE_BYTES)

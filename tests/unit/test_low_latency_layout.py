@@ -54,6 +54,7 @@ def regions(shape: Shape, at: dict[str, int], kind: str) -> list[tuple[str, int,
             (f"senders_{i}", at[f"senders_{i}"], ranks * 8),
             (f"blocks_{i}", at[f"blocks_{i}"], ranks * base._MAX_BLOCKS * 8),
             (f"received_{i}", at[f"received_{i}"], ranks * 8),
+            (f"counts_out_{i}", at[f"counts_out_{i}"], experts * 8),
             *((f"{name}_{i}", at[f"{name}_{i}"], ranks * 8) for name in HOST_WORDS),
             (f"rows_{i}", at[f"rows_{i}"], staged if kind == "dispatch" else returned),
             (f"expert_out_{i}", at[f"expert_out_{i}"], experts * tokens * hidden * 2),
@@ -105,31 +106,31 @@ def test_operations_of_different_shapes_use_different_memory(ask: Ask) -> None:
         for one, other in itertools.pairwise(order):
             assert max(one) <= min(other)
         assert max(order[-1]) <= num_bytes
-        words = ("counts", "places", "senders", "blocks", "received", *HOST_WORDS)
+        words = ("counts", "counts_out", "places", "senders", "blocks", "received", *HOST_WORDS)
         for name in (*words, "rows", "expert_out", "returning"):
             for i in range(2):
                 assert len({at[f"{name}_{i}"] for at in answers}) == 1
 
 
 def test_sizes_worked_by_hand(ask: Ask) -> None:
-    """Marks 4096; per buffer 2 x 2048 + 5 x 64 + 64 x 255 words of 8 bytes; then four times the
+    """Marks 4096; per buffer 3 x 2048 + 5 x 64 + 64 x 255 words of 8 bytes; then four times the
     expert rows."""
-    signals = 4096 + 2 * 165888
+    signals = 4096 + 2 * 182272
     few = ask([question((8, 32, 8, 4096, 1024), 0)])[0]
     # 32 x 1024 rows of 8192 bytes are 268435456. Four times that: 1073741824.
-    assert few["signal_bytes"] == signals == 335872
-    assert few["total"] == 335872 + 1073741824 == 1074077696
-    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(1024, 4096, 8, 32) == 1074077696
+    assert few["signal_bytes"] == signals == 368640
+    assert few["total"] == 368640 + 1073741824 == 1074110464
+    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(1024, 4096, 8, 32) == 1074110464
     many = ask([question((8, 256, 8, 7168, 128), 0)])[0]
     # 256 x 128 rows of 14336 bytes are 469762048. Four times that: 1879048192.
-    assert many["total"] == 335872 + 1879048192 == 1879384064
-    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 1879384064
+    assert many["total"] == 368640 + 1879048192 == 1879416832
+    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 1879416832
     one = ask([question((1, 1, 1, 8, 100), 0)])[0]
     # 100 rows of 16 bytes and 100 routes of 8, each aligned to 256: 1792 + 1024.
-    assert one["total"] == 335872 + 4 * 2816
+    assert one["total"] == 368640 + 4 * 2816
     # On up to four hosts, rows of 16 bytes: a stage for each, 4 x (256 + 256), beats 4 x 2 rows.
     small = ask([question((4, 4, 4, 8, 2), 0)])[0]
-    assert small["total"] == 335872 + 4 * 2048
+    assert small["total"] == 368640 + 4 * 2048
 
 
 def test_other_hosts_have_places_of_their_own(ask: Ask) -> None:

@@ -25,18 +25,14 @@ void layout(std::istream& in) {
               static_cast<long long>(at.total));
   for (int i = 0; i < 2; ++i) {
     const LowLatencyBuffer& buffer = at.buffers[i];
-    const std::pair<const char*, int64_t> offsets[] = {{"counts", buffer.counts},
-                                                       {"places", buffer.places},
-                                                       {"senders", buffer.senders},
-                                                       {"blocks", buffer.blocks},
-                                                       {"received", buffer.received},
-                                                       {"rows", buffer.rows},
-                                                       {"routes", buffer.routes},
-                                                       {"expert_out", buffer.expert_out},
-                                                       {"messages", buffer.messages},
-                                                       {"arrived", buffer.arrived},
-                                                       {"arrived_host", buffer.arrived_host},
-                                                       {"returning", buffer.returning}};
+    const std::pair<const char*, int64_t> offsets[] = {
+        {"counts", buffer.counts},         {"places", buffer.places},
+        {"senders", buffer.senders},       {"blocks", buffer.blocks},
+        {"received", buffer.received},     {"rows", buffer.rows},
+        {"routes", buffer.routes},         {"expert_out", buffer.expert_out},
+        {"counts_out", buffer.counts_out}, {"messages", buffer.messages},
+        {"arrived", buffer.arrived},       {"arrived_host", buffer.arrived_host},
+        {"returning", buffer.returning}};
     for (const auto& [name, offset] : offsets) {
       std::printf(", \"%s_%d\": %lld", name, i, static_cast<long long>(offset));
     }
