@@ -21,6 +21,7 @@ from moe_ep.backends.channel import Channel, exchange_json
 from moe_ep.backends.cuda_memory import gpu_id
 from moe_ep.backends.low_latency_cuda import CudaLowLatencyBackend
 from moe_ep.backends.nvshmem_runtime import NvshmemRuntime
+from moe_ep.errors import BackendUnavailableError
 from moe_ep.layout import EPLayout
 
 logger = logging.getLogger("moe_ep")
@@ -31,15 +32,25 @@ class HeapMemory:
 
     Args:
         comm: `_C_nvshmem.HostsLowLatency`, whose memory it becomes. num_bytes: asked for.
+
+    Attributes:
+        problem: which rank's memory cannot be reached here; empty where all of this host can.
     """
 
     def __init__(self, runtime: NvshmemRuntime, comm: Any, num_bytes: int, call: Call) -> None:
         self._runtime, self._comm = runtime, comm
         self.broken = False
         """Whether a wait for a peer has expired: then NVSHMEM is not asked to free anything."""
-        block = runtime.allocate(comm.block_bytes(num_bytes), call)
-        ranks = range(runtime.hosts.num_ranks)
-        comm.attach([block.peer_address(rank) for rank in ranks], num_bytes)
+        self.problem = ""
+        block, hosts = runtime.allocate(comm.block_bytes(num_bytes), call), runtime.hosts
+        addresses = [block.peer_address(rank) for rank in range(hosts.num_ranks)]
+        for rank, address in enumerate(addresses):
+            if not address and hosts.same_host(rank):
+                self.problem = (
+                    f"rank {hosts.rank} cannot reach the memory of rank {rank} on its own host; "
+                    "put the ranks on GPUs with peer access (nvidia-smi topo -p2p rw)"
+                )
+        comm.attach(addresses, num_bytes)
 
     def release(self) -> None:
         """As `SharedMemory.release`."""
@@ -59,8 +70,8 @@ class NvshmemLowLatencyBackend(CudaLowLatencyBackend):
         layout: its section `internode`.
 
     Raises:
-        BackendUnavailableError: NVSHMEM cannot run between these ranks; with backend auto also
-            where all ranks are on one host.
+        BackendUnavailableError: NVSHMEM cannot run between these ranks, or two of a host have no
+            peer access; with backend auto also where all ranks are on one host.
         ValueError: MOE_EP_LOW_LATENCY_FORM is none of its values (the peers get a PeerError), or
             differs between ranks.
     """
@@ -82,6 +93,10 @@ class NvshmemLowLatencyBackend(CudaLowLatencyBackend):
                 self._device.index, self.rank, self.size, hosts.ranks_per_host, form == "slots"
             )
             memory = HeapMemory(runtime, comm, num_bytes, call)
+            mine = {"problem": memory.problem}
+            for answer in exchange_json(channel, mine, call, "low-latency memory"):
+                if answer["problem"]:
+                    raise BackendUnavailableError(answer["problem"])
         except Exception:
             runtime.release()
             raise
