@@ -83,6 +83,14 @@ def test_different_forms_are_refused() -> None:
         assert "MOE_EP_LOW_LATENCY_FORM is slots on rank 0 and layered on rank 1" in told, told
 
 
+def test_different_shapes_are_found() -> None:
+    hosts = HostSettings(2, 1)
+    for told in run_ranks(
+        internode.between_hosts, 2, hosts, low_latency_scenarios.check_other_shape, limit_s=90
+    ):
+        assert told.startswith("OrderError") and "another shape" in told, told
+
+
 def test_automatic_choice() -> None:
     hosts = HostSettings(2, 1)
     names = run_ranks(internode.between_hosts, 2, hosts, internode.check_automatic, limit_s=90)
