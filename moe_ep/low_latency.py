@@ -203,9 +203,9 @@ class LowLatencyVerbs:
         """[L, N, H] bf16 for the expert rows of the handle's next combine with zero_copy.
 
         With backends cuda and nvshmem it lies in symmetric memory where one of the two places for
-        it is free, and a combine copies nothing but what it puts to other hosts. Ask again before each combine: the rows of the last one may
-        still be read by a peer, and the current stream waits for that if need be. It is not to be
-        used after `destroy`.
+        it is free, and a combine copies nothing but what it puts to other hosts. Ask again before
+        each combine: the rows of the last one may still be read by a peer, and the current stream
+        waits for that if need be. It is not to be used after `destroy`.
 
         Args:
             handle: of the dispatch whose rows they are.
