@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "shared/comm_view.h"
-#include "shared/low_latency_layout.h"
+#include "shared/low_latency_hosts.h"
 #include "shared/row_shape.h"
 
 namespace moe_ep {
@@ -24,7 +24,9 @@ constexpr int kSend = 1, kReceive = 2;
 constexpr int kLowLatencyThreads = 512;  // of a block
 
 struct LowLatencyView {
-  CommView comm;  // its layout and its limits are not used
+  CommView comm;  // its layout and its limits are not used; ranks of other hosts have no address
+  LowLatencyHosts hosts;
+  LowLatencyBorder* border;  // null on one host
   LowLatencyLayout layout;
   LowLatencyShape shape;
   uint32_t tag;      // of this kind of operation and shape, below 1 << kWordTagBits

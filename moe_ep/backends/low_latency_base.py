@@ -47,12 +47,18 @@ class Shape:
         return num_ranks * self.max_tokens
 
 
-def num_bytes_needed(max_tokens: int, hidden: int, num_experts: int) -> int:
+def num_bytes_needed(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes of symmetric memory: csrc/shared/low_latency_layout.h says for what."""
-    signals = 2 * (2 * MAX_EXPERTS + (2 + _MAX_BLOCKS) * _MAX_RANKS) * _WORD_BYTES
+    signals = 2 * (3 * MAX_EXPERTS + (5 + _MAX_BLOCKS) * _MAX_RANKS) * _WORD_BYTES
     row_bytes = hidden * _ROW_BYTES_PER_COLUMN
-    routes = max_tokens * min(MAX_SLOTS, num_experts) * _ROUTE_BYTES
-    most = max(_align(max_tokens * row_bytes) + routes, max_tokens * num_experts * row_bytes)
+    staged = _align(max_tokens * row_bytes)
+    routes = _align(max_tokens * min(MAX_SLOTS, num_experts) * _ROUTE_BYTES)
+    slot_rows = max_tokens * (num_experts - num_experts // num_ranks) * row_bytes
+    most = max(
+        max_tokens * num_experts * row_bytes,
+        num_ranks * (staged + routes),
+        staged + num_ranks * routes + slot_rows,
+    )
     return _MARK_BYTES + signals + 4 * _align(most)
 
 
