@@ -69,9 +69,11 @@ class CudaErrors:
         return f"rank {rank}"
 
     def _raise_status(self, counts: Any, call: Call) -> None:
-        where = f"rank {self.rank}: {call.phase}, operation {call.operation}"
         if call.error is not None:
             raise call.error
+        if counts.status == OK:
+            return
+        where = f"rank {self.rank}: {call.phase}, operation {call.operation}"
         if counts.status == BAD_INPUT and counts.culprit == self.rank:
             raise ValueError(
                 f"{where}: topk_idx holds an index that is neither -1 nor below "
