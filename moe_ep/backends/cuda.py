@@ -227,10 +227,10 @@ class CudaBackend(CudaErrors, CudaFigures):
         number = self._comm.dispatch(
             plan.view, tensors, rows.data_ptr(), address_of_probs, address_of_scales, launch
         )
-        self._remember(number, call)
+        self._calls.append((number, call))
         self._record(plan)
         self._raise_own_error(call)
-        return DispatchedRows(rows=rows, scales=scales, probs=row_probs)
+        return DispatchedRows(rows, scales, row_probs)
 
     def combine(
         self,
@@ -267,7 +267,7 @@ class CudaBackend(CudaErrors, CudaFigures):
             hidden,
             _TYPES[rows.dtype],
         )
-        self._remember(self._comm.combine(plan.view, tensors, launch), call)
+        self._calls.append((self._comm.combine(plan.view, tensors, launch), call))
         self._record(plan)
         self._raise_own_error(call)
         return out, slot_values
@@ -351,7 +351,7 @@ class CudaBackend(CudaErrors, CudaFigures):
         number = self._comm.notify(
             plan.view, staged, topk_idx.data_ptr(), is_64_bit, report, capacity, launch
         )
-        self._remember(number, call)
+        self._calls.append((number, call))
 
     def _complete(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> None:
         """Waits for the counts of `_start` and finishes the plan."""

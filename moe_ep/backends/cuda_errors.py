@@ -21,9 +21,6 @@ class CudaErrors:
     _broken: str | None  # why nothing more can be done
     _calls: deque[tuple[int, Call]]  # the last operations by number
 
-    def _remember(self, number: int, call: Call) -> None:
-        self._calls.append((number, call))
-
     def check(self, call: Call) -> None:
         """Raises what the device has reported so far; does not synchronise."""
         if self._broken is not None:
