@@ -29,7 +29,9 @@ def check_device(device: torch.device | None, x: Any) -> Exception | None:
     )
 
 
-def check_tokens(layout: EPLayout, x: Any) -> Exception | None:
+def check_tokens(
+    layout: EPLayout, device: torch.device | None, x: Any, dequantize: bool
+) -> Exception | None:
     allowed = DTYPES[layout.dispatch.dtype]
     if not isinstance(x, Tensor):
         return _no_tensor("x", x)
@@ -42,11 +44,10 @@ def check_tokens(layout: EPLayout, x: Any) -> Exception | None:
     limit = layout.tokens_per_rank
     if limit is not None and shape[0] > limit:
         return ValueError(f"x has {shape[0]} tokens; tokens_per_rank={limit}")
-    return None
-
-
-def check_dequantize(layout: EPLayout, x: Tensor, dequantize: bool) -> Exception | None:
-    if not dequantize and (layout.dispatch.dtype != "fp8_e4m3" or x.requires_grad):
+    problem = check_device(device, x)
+    if problem is not None or dequantize:
+        return problem
+    if layout.dispatch.dtype != "fp8_e4m3" or x.requires_grad:
         return ValueError("dequantize=False needs dispatch.dtype fp8_e4m3 and no gradient of x")
     return None
 

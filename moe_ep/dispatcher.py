@@ -13,7 +13,6 @@ from moe_ep import autograd, backends, env
 from moe_ep.autograd import Exchange
 from moe_ep.backends.base import Call
 from moe_ep.checks import (
-    check_dequantize,
     check_device,
     check_indices,
     check_rows,
@@ -335,9 +334,7 @@ class ExpertParallel(Measured):
             return ValueError("dispatch takes topk_idx or a handle; it got neither")
         values = not self.backend.checks_indices
         return (
-            check_tokens(self.layout, x)
-            or check_device(self.backend.device, x)
-            or check_dequantize(self.layout, x, dequantize)
+            check_tokens(self.layout, self.backend.device, x, dequantize)
             or check_indices(self.layout, x, topk_idx, values)
             or check_weights(topk_weights, topk_idx.shape)
             or self._check_in_flight()
@@ -353,11 +350,7 @@ class ExpertParallel(Measured):
     ) -> Exception | None:
         if topk_idx is not None:
             return ValueError("dispatch takes topk_idx or a handle; it got both")
-        problem = (
-            check_tokens(self.layout, x)
-            or check_device(self.backend.device, x)
-            or check_dequantize(self.layout, x, dequantize)
-        )
+        problem = check_tokens(self.layout, self.backend.device, x, dequantize)
         if problem is not None:
             return problem
         if x.shape[0] != handle.num_tokens or x.dtype != handle.dtype:

@@ -130,6 +130,7 @@ class CudaBackend(CudaErrors, CudaFigures):
         self._offsets = self._core.plan_header(self.size, self.num_local_experts)
         self._calls: deque[tuple[int, Call]] = deque(maxlen=_REMEMBERED_OPERATIONS)
         self._device_index = self.device.index
+        self._int32 = torch.empty(0, dtype=torch.int32, device=self.device)
         self._stream = -1  # handle of the one below
         self._last_stream: torch.cuda.Stream | None = None
         self._launch_key: tuple[int, float, int, bool] | None = None
@@ -336,7 +337,7 @@ class CudaBackend(CudaErrors, CudaFigures):
             self._offsets,
             call.operation,
             self._stream,
-            self.device,
+            self._int32,
         )
 
     def _start(
