@@ -72,7 +72,8 @@ class Buffer(LowLatencyVerbs):
         num_nvl_bytes, num_rdma_bytes: kept as attributes; without low-latency mode they don't size
             anything.
         low_latency_mode: the low_latency_ methods work too, in `num_rdma_bytes` of symmetric
-            memory, equal on all ranks: see `get_low_latency_rdma_size_hint`.
+            memory (half as much again between hosts), equal on all ranks: see
+            `get_low_latency_rdma_size_hint`.
         explicitly_destroy: memory is freed by `destroy()` only, not when the object is dropped.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric,
             enable_shrink: accepted, without effect.

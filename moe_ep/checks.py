@@ -29,23 +29,25 @@ def check_device(device: torch.device | None, x: Any) -> Exception | None:
     )
 
 
-def check_tokens(layout: EPLayout, x: Any) -> Exception | None:
+def check_tokens(
+    layout: EPLayout, device: torch.device | None, x: Any, dequantize: bool
+) -> Exception | None:
     allowed = DTYPES[layout.dispatch.dtype]
     if not isinstance(x, Tensor):
         return _no_tensor("x", x)
     if x.dtype not in allowed:
         names = ", ".join(map(str, allowed))
         return TypeError(f"x is {x.dtype}; dispatch.dtype {layout.dispatch.dtype} takes {names}")
-    if x.dim() != 2 or x.shape[1] != layout.model.hidden:
+    shape = x.shape
+    if len(shape) != 2 or shape[1] != layout.model.hidden:
         return ValueError(f"x is {_shape(x)}; it must be [T, {layout.model.hidden}]")
     limit = layout.tokens_per_rank
-    if limit is not None and x.shape[0] > limit:
-        return ValueError(f"x has {x.shape[0]} tokens; tokens_per_rank={limit}")
-    return None
-
-
-def check_dequantize(layout: EPLayout, x: Tensor, dequantize: bool) -> Exception | None:
-    if not dequantize and (layout.dispatch.dtype != "fp8_e4m3" or x.requires_grad):
+    if limit is not None and shape[0] > limit:
+        return ValueError(f"x has {shape[0]} tokens; tokens_per_rank={limit}")
+    problem = check_device(device, x)
+    if problem is not None or dequantize:
+        return problem
+    if layout.dispatch.dtype != "fp8_e4m3" or x.requires_grad:
         return ValueError("dequantize=False needs dispatch.dtype fp8_e4m3 and no gradient of x")
     return None
 
@@ -56,11 +58,12 @@ def check_indices(layout: EPLayout, x: Tensor, topk_idx: Any, values: bool) -> E
         return _no_tensor("topk_idx", topk_idx)
     if topk_idx.dtype not in (torch.int32, torch.int64):
         return TypeError(f"topk_idx is {topk_idx.dtype}; it must be int32 or int64")
-    if topk_idx.dim() != 2 or topk_idx.shape[0] != x.shape[0]:
+    shape = topk_idx.shape
+    if len(shape) != 2 or shape[0] != x.shape[0]:
         return ValueError(f"topk_idx {_shape(topk_idx)} does not fit x {_shape(x)}")
-    if not 1 <= topk_idx.shape[1] <= layout.model.top_k:
+    if not 1 <= shape[1] <= layout.model.top_k:
         return ValueError(
-            f"topk_idx has {topk_idx.shape[1]} slots a token; model.top_k={layout.model.top_k}"
+            f"topk_idx has {shape[1]} slots a token; model.top_k={layout.model.top_k}"
         )
     if values and topk_idx.numel():
         low, high = (int(value) for value in torch.aminmax(topk_idx))
@@ -76,7 +79,7 @@ def check_rows(layout: EPLayout, rows: Any, handle: DispatchHandle) -> Exception
     expected = (handle.num_rows, layout.model.hidden)
     if not isinstance(rows, Tensor):
         return _no_tensor("rows", rows)
-    if tuple(rows.shape) != expected:
+    if rows.shape != expected:
         return ValueError(f"rows are {_shape(rows)}; this dispatch returned {list(expected)}")
     if rows.dtype != handle.dtype:
         return TypeError(f"rows are {rows.dtype}; the dispatched tokens were {handle.dtype}")
@@ -90,7 +93,7 @@ def check_weights(weights: Any, shape: tuple[int, ...]) -> Exception | None:
         return _no_tensor("weights", weights)
     if not weights.is_floating_point():
         return TypeError(f"weights are {weights.dtype}; they must be floating point")
-    if tuple(weights.shape) != shape:
+    if weights.shape != shape:
         return ValueError(f"weights are {_shape(weights)}; they must be {list(shape)}")
     return None
 

@@ -13,7 +13,6 @@ from moe_ep import autograd, backends, env
 from moe_ep.autograd import Exchange
 from moe_ep.backends.base import Call
 from moe_ep.checks import (
-    check_dequantize,
     check_device,
     check_indices,
     check_rows,
@@ -58,6 +57,9 @@ class ExpertParallel(Measured):
         if seconds is not None:
             layout = layout.replace(timeouts={"first_s": seconds, "steady_s": seconds})
         self.layout = layout
+        options = layout.dispatch
+        self._fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
+        self._wide = torch.float64 if options.dtype == "fp64" else torch.float32  # of weights
         self.group = group
         self.rank = dist.get_rank(group)
         self.operations = 0
@@ -240,10 +242,7 @@ class ExpertParallel(Measured):
         """The handle, and tokens, scales and probs."""
         if layer is None and isinstance(handle, DispatchHandle):
             layer = handle.layer
-        backend = self._backend_for(layer)
-        options = self.layout.dispatch
-        fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
-        wide = torch.float64 if options.dtype == "fp64" else torch.float32
+        backend, fp8_scale = self._backend_for(layer), self._fp8_scale
         probs = topk_weights
         if handle is None:
             call.phase = "dispatch.metadata"
@@ -251,7 +250,7 @@ class ExpertParallel(Measured):
             slots = None
             if call.error is None:
                 slots = self._expert_slots(topk_idx)
-                probs = None if probs is None else self._slot_weights(probs.to(wide))
+                probs = None if probs is None else self._slot_weights(probs)
             plan = backend.prepare(slots, call, x=x, probs=probs, fp8_scale=fp8_scale)
             call = Call(call.operation, "dispatch.rows", call.timeout_s)
             handle = DispatchHandle(plan, x.dtype, x.device, self, layer=layer)
@@ -266,9 +265,9 @@ class ExpertParallel(Measured):
                 # Peers expect this rank's rows: they get zeros, and the error beside them.
                 x = self._zeros(handle, plan.num_tokens)
                 if probs is not None:
-                    probs = x.new_zeros(plan.num_tokens, plan.num_slots, dtype=wide)
+                    probs = x.new_zeros(plan.num_tokens, plan.num_slots, dtype=self._wide)
             elif probs is not None:
-                probs = self._slot_weights(probs.to(wide))
+                probs = self._slot_weights(probs)
         exchange = Exchange(backend, plan, self._call, fp8_scale, dequantize)
         return handle, autograd.dispatch(x, probs, exchange, call)
 
@@ -284,12 +283,11 @@ class ExpertParallel(Measured):
             or check_device(self.backend.device, rows)
             or check_weights(weights, (plan.num_rows,))
         )
-        wide = torch.float64 if self.layout.dispatch.dtype == "fp64" else torch.float32
         if call.error is not None:
             rows = self._zeros(handle, plan.num_rows)
-            weights = None if weights is None else rows.new_zeros(plan.num_rows, dtype=wide)
+            weights = None if weights is None else rows.new_zeros(plan.num_rows, dtype=self._wide)
         elif weights is not None:
-            weights = weights.to(wide)
+            weights = self._widened(weights)
         exchange = Exchange(self._backend_for(handle.layer), plan, self._call)
         return autograd.combine(rows, weights, exchange, call)
 
@@ -320,9 +318,14 @@ class ExpertParallel(Measured):
         return slots.flatten(1)
 
     def _slot_weights(self, weights: Tensor) -> Tensor:
-        """Weights [T, K] for the expert slots of `_expert_slots`."""
+        """Weights [T, K] as they travel, for the expert slots of `_expert_slots`."""
+        weights = self._widened(weights)
         copies = self.layout.parallel.expert_tensor
         return weights if copies == 1 else weights.repeat_interleave(copies, dim=1)
+
+    def _widened(self, weights: Tensor) -> Tensor:
+        # `to` costs the host time even where there is nothing to do.
+        return weights if weights.dtype == self._wide else weights.to(self._wide)
 
     def _check_routing(
         self, x: Tensor, topk_idx: Tensor | None, topk_weights: Tensor | None, dequantize: bool
@@ -331,11 +334,9 @@ class ExpertParallel(Measured):
             return ValueError("dispatch takes topk_idx or a handle; it got neither")
         values = not self.backend.checks_indices
         return (
-            check_tokens(self.layout, x)
-            or check_device(self.backend.device, x)
-            or check_dequantize(self.layout, x, dequantize)
+            check_tokens(self.layout, self.backend.device, x, dequantize)
             or check_indices(self.layout, x, topk_idx, values)
-            or check_weights(topk_weights, tuple(topk_idx.shape))
+            or check_weights(topk_weights, topk_idx.shape)
             or self._check_in_flight()
         )
 
@@ -349,11 +350,7 @@ class ExpertParallel(Measured):
     ) -> Exception | None:
         if topk_idx is not None:
             return ValueError("dispatch takes topk_idx or a handle; it got both")
-        problem = (
-            check_tokens(self.layout, x)
-            or check_device(self.backend.device, x)
-            or check_dequantize(self.layout, x, dequantize)
-        )
+        problem = check_tokens(self.layout, self.backend.device, x, dequantize)
         if problem is not None:
             return problem
         if x.shape[0] != handle.num_tokens or x.dtype != handle.dtype:

@@ -13,6 +13,7 @@ MEMORY = "MOE_EP_MEMORY"
 STATISTICS = "MOE_EP_STATISTICS"
 NVTX = "MOE_EP_NVTX"
 RANKS_PER_HOST = "MOE_EP_RANKS_PER_HOST"
+LOW_LATENCY_FORM = "MOE_EP_LOW_LATENCY_FORM"
 MAX_RDMA_TOKENS = "DEEP_EP_NUM_MAX_RDMA_TOKENS"
 
 
@@ -95,6 +96,19 @@ def ranks_per_host() -> int | None:
         ValueError: the variable is not a positive integer.
     """
     return _positive(RANKS_PER_HOST)
+
+
+def low_latency_form() -> str:
+    """How rows of a low-latency dispatch go to other hosts: layered (once to each host) or slots
+    (once to each expert).
+
+    Raises:
+        ValueError: the variable is neither.
+    """
+    form = os.environ.get(LOW_LATENCY_FORM) or "layered"
+    if form not in ("layered", "slots"):
+        raise ValueError(f"{LOW_LATENCY_FORM}={form!r} is neither layered nor slots")
+    return form
 
 
 def max_rdma_tokens() -> int | None:

@@ -36,7 +36,8 @@ class LowLatencyVerbs:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of symmetric memory that low-latency operations of this shape need.
+        """Bytes of symmetric memory that low-latency operations of this shape need, on however many
+        hosts.
 
         Args:
             num_max_dispatch_tokens_per_rank: Tmax. hidden: H. num_ranks: R. num_experts: E.
@@ -45,7 +46,7 @@ class LowLatencyVerbs:
             ValueError: R does not divide E.
         """
         checks.check_experts(num_experts, num_ranks)
-        return num_bytes_needed(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        return num_bytes_needed(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -96,12 +97,13 @@ class LowLatencyVerbs:
             event: an EventOverlap. hook: None without `return_recv_hook`.
 
         Raises:
-            TypeError, ValueError: bad input on this rank. Its peers get a PeerError; on backend
-                cuda, from the second use of a shape on, they get it at a later call and the Buffer
-                stops.
+            TypeError, ValueError: bad input on this rank. Its peers get a PeerError; on backends
+                cuda and nvshmem, from the second use of a shape on, they get it at a later call and
+                the Buffer stops.
             LayoutMismatchError (a ValueError): ranks call it with different shapes.
             OrderError: two operations have not been received yet.
-            PeerTimeoutError: a peer did not come in time (on backend cuda at a later call).
+            PeerTimeoutError: a peer did not come in time (on backends cuda and nvshmem at a later
+                call).
         """
         low_latency = self._in_low_latency_mode()
         arguments = {
@@ -170,7 +172,7 @@ class LowLatencyVerbs:
         Raises:
             As `low_latency_dispatch`; OrderError: the dispatch has not been received yet.
             PeerTimeoutError: a signal was not raised in time; names the expert and the block (on
-                backend cuda at a later call).
+                backends cuda and nvshmem at a later call).
         """
         low_latency = self._in_low_latency_mode()
         arguments = {
@@ -200,10 +202,10 @@ class LowLatencyVerbs:
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """[L, N, H] bf16 for the expert rows of the handle's next combine with zero_copy.
 
-        With backend cuda it lies in symmetric memory where one of the two places for it is free,
-        and a combine copies nothing. Ask again before each combine: the rows of the last one may
-        still be read by a peer, and the current stream waits for that if need be. It is not to be
-        used after `destroy`.
+        With backends cuda and nvshmem it lies in symmetric memory where one of the two places for
+        it is free, and a combine copies nothing but what it puts to other hosts. Ask again before
+        each combine: the rows of the last one may still be read by a peer, and the current stream
+        waits for that if need be. It is not to be used after `destroy`.
 
         Args:
             handle: of the dispatch whose rows they are.

@@ -70,7 +70,7 @@ def dispatch_shape(
             f"topk_idx has {num_slots} slots a token; with num_experts={num_experts} it can have 1 "
             f"to {most_slots}"
         )
-    needed = num_bytes_needed(max_tokens, hidden, num_experts)
+    needed = num_bytes_needed(max_tokens, hidden, num_ranks, num_experts)
     if needed > num_bytes:
         raise ValueError(
             f"num_max_dispatch_tokens_per_rank={max_tokens}, hidden={hidden} and num_experts="

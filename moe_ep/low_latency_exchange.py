@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from moe_ep.backends.low_latency_base import (
     num_bytes_needed,
 )
 from moe_ep.backends.low_latency_cuda import CudaLowLatencyBackend
+from moe_ep.backends.low_latency_nvshmem import NvshmemLowLatencyBackend
 from moe_ep.backends.low_latency_reference import ReferenceLowLatencyBackend
 from moe_ep.errors import BackendUnavailableError, BrokenError, LayoutMismatchError, OrderError
 from moe_ep.handshake import handshake
@@ -65,7 +67,8 @@ class LowLatency:
     """The low-latency exchange of one process group. Construction is collective.
 
     Args:
-        group: all ranks on one host with the cuda backend.
+        group: all ranks on one host with the cuda backend; equally many on each host, those of a
+            host in a row, with the nvshmem backend.
         num_bytes: of symmetric memory, the same on all ranks.
 
     Raises:
@@ -211,22 +214,24 @@ class LowLatency:
         reasons = backends.reasons(layout)
         self._channel, unavailable = handshake(layout, group, self._timeouts.first_s, reasons)
         call = Call(0, "low_latency setup", self._timeouts.first_s)
-        if self.num_bytes <= num_bytes_needed(0, 0, 0):
+        if self.num_bytes <= num_bytes_needed(0, 0, 1, 1):
             call.error = ValueError(
                 f"num_rdma_bytes={self.num_bytes} is too small for low-latency mode; use "
                 "Buffer.get_low_latency_rdma_size_hint(...)"
             )
         _compare(self._channel, {"num_rdma_bytes": self.num_bytes}, call)
-        if name in ("auto", "cuda") and unavailable["cuda"] is None:
+        for candidate, build in _BUILDERS.items():
+            if name not in ("auto", candidate) or unavailable[candidate] is not None:
+                continue
             try:
                 core = importlib.import_module("moe_ep._C")
-                return CudaLowLatencyBackend(core, self._channel, self.num_bytes, call)
+                return build(core, layout, self._channel, self.num_bytes, call)
             except BackendUnavailableError as error:  # on all ranks or on none
-                if name == "cuda":
+                if name == candidate:
                     raise
                 if self.rank == 0:
-                    logger.info("low-latency mode: using 'reference' (%s)", error)
-        elif name not in ("auto", "reference"):
+                    logger.info("low-latency mode: not using %r (%s)", candidate, error)
+        if name not in ("auto", "reference"):
             raise BackendUnavailableError(
                 f"backend {name!r} cannot run low-latency mode: {unavailable[name]}; backend: "
                 "reference runs everywhere"
@@ -253,6 +258,14 @@ class LowLatency:
             self._agreed.append(shape)
         return shape, self._agreed.index(shape) % _NUM_TAGS
 
+
+# Fastest first: the order in which "auto" tries them; the reference backend runs everywhere.
+_BUILDERS: dict[str, Callable[[Any, EPLayout, Channel, int, Call], LowLatencyBackend]] = {
+    "nvshmem": NvshmemLowLatencyBackend,
+    "cuda": lambda core, layout, channel, num_bytes, call: CudaLowLatencyBackend(
+        core, channel, num_bytes, call
+    ),
+}
 
 _PUBLIC_NAMES = {
     "max_tokens": "num_max_dispatch_tokens_per_rank",

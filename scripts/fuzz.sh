@@ -12,7 +12,7 @@ if ! python3 -c 'import torch, pydantic' 2>/dev/null; then
     python=python
 fi
 launch=()
-if [[ " $* " == *" cuda "* && " $* " != *" --save "* ]]; then
+if [[ " $* " == *[\ =]"cuda "* && " $* " != *" --save"* ]]; then
     launch=(bash scripts/with_mps.sh 1)
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

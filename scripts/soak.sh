@@ -3,11 +3,8 @@
 # Needs no network where python3 has torch, pydantic and megatron.core, as beside a GPU.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$here/python.sh"
 
-python=$here/../.venv/bin/python
-if [ ! -x "$python" ]; then
-    python=python3
-fi
 mode=training
 previous=
 help=
@@ -20,13 +17,12 @@ for argument in "$@"; do
     previous=$argument
 done
 
-ready() {
-    PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} "$python" -c \
-        'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "$@" 2>/dev/null
-}
-if [ -z "$help" ] && { [ "$python" != python3 ] || ! ready torch pydantic yaml megatron; }; then
-    bash "$here/setup.sh" megatron plot
+if [ -z "$help" ]; then
+    choose_python "megatron plot" torch pydantic yaml tqdm megatron.core
+elif [ -x "$here/../.venv/bin/python" ]; then # --help needs nothing installed
     python=$here/../.venv/bin/python
+else
+    python=python3
 fi
 if [ "$mode" = low_latency ]; then
     arguments=()

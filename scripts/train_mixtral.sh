@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Trains a small Mixtral with expert parallelism on any machine:  bash scripts/train_mixtral.sh --help
+# Needs no network where python3 has torch, pydantic and the framework, and, beside a GPU, a built core.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -23,11 +24,13 @@ for argument in "$@"; do
     previous=$argument
 done
 
-case $framework in
-    megatron | deepspeed) bash "$here/setup.sh" "$framework" plot ;;
-    *) ;; # the parser says what is allowed
-esac
-if [ ! -x "$here/../.venv/bin/python" ]; then
-    bash "$here/setup.sh" megatron plot
+source "$here/python.sh"
+modules=(torch pydantic yaml tqdm)
+if compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
+    modules+=(moe_ep._C)
 fi
-exec "$here/../.venv/bin/python" "$here/train_mixtral.py" "$@"
+case $framework in
+    deepspeed) choose_python "deepspeed plot" "${modules[@]}" deepspeed ;;
+    *) choose_python "megatron plot" "${modules[@]}" megatron.core ;; # the parser knows no others
+esac
+exec "$python" "$here/train_mixtral.py" "$@"

@@ -6,7 +6,7 @@
 
 #include "shared/comm_view.h"
 #include "shared/divisor.h"
-#include "shared/low_latency_layout.h"
+#include "shared/low_latency_hosts.h"
 #include "shared/row_shape.h"
 
 namespace moe_ep {
@@ -26,7 +26,9 @@ constexpr int kSend = 1, kReceive = 2;
 constexpr int kLowLatencyThreads = 512;  // of a block
 
 struct LowLatencyView {
-  CommView comm;  // its layout and its limits are not used
+  CommView comm;  // its layout and its limits are not used; ranks of other hosts have no address
+  LowLatencyHosts hosts;
+  LowLatencyBorder* border;  // null on one host
   LowLatencyLayout layout;
   LowLatencyShape shape;
   Divisor ranks, slots;  // R and K

@@ -17,7 +17,7 @@ __global__ void low_latency_ping_kernel(const __grid_constant__ LowLatencyView v
   for (int i = 0; i <= rounds; ++i) {
     if (i == 1) start = ptx::global_nanoseconds();
     const uint64_t number = first + i;
-    if (begins) release_word(view, theirs, number);
+    if (begins) release_word<OneHost>(view, theirs, number);
     uint64_t seen;
     const auto look = [&] {
       seen = ptx::load_acquire_system(own);
@@ -25,7 +25,7 @@ __global__ void low_latency_ping_kernel(const __grid_constant__ LowLatencyView v
     };
     const auto report = [&] { record_fault(comm, peer, kPhasePing, i, number, seen); };
     if (!poll(comm, look, report)) return;
-    if (!begins) release_word(view, theirs, number);
+    if (!begins) release_word<OneHost>(view, theirs, number);
   }
   *nanoseconds = static_cast<int64_t>(ptx::global_nanoseconds() - start) / rounds;
 }

@@ -3,9 +3,16 @@
 // A send may write to a buffer once the peers have received its last operation, two operations ago;
 // it waits for that at its start. No send waits for a receive of the same or a later operation, so
 // that hooks may come in any order.
+//
+// Link says how ranks are reached: OneHost, or one that has, for ranks on other hosts,
+//   set_word(view, peer, offset, word)              by one thread
+//   put_words(view, peer, offset, source, bytes)    by a warp; no word is ever torn
+//   put(view, peer, offset, source, bytes, counter) by a warp; counts up a counter of the peer, too
+// where offset and counter are places in the peer's memory.
 #pragma once
 
 #include "device/block_scan.cuh"
+#include "device/grid.cuh"
 #include "device/rows.cuh"
 #include "device/wait.cuh"
 #include "kernels/low_latency.h"
@@ -14,6 +21,17 @@ namespace moe_ep {
 
 constexpr int kLowLatencyWarps = kLowLatencyThreads / kWarp;
 constexpr uint32_t kAllLanes = 0xffffffffu;
+
+struct OneHost {
+  static constexpr bool kBorder = false;
+};
+
+// Whether the peer's memory is mapped here.
+template <typename Link>
+__device__ __forceinline__ bool is_near(const LowLatencyView& view, int peer) {
+  if constexpr (Link::kBorder) return view.hosts.same_host(view.comm.rank, peer);
+  return true;
+}
 
 // Warps of all blocks share units 0, 1, ... of work.
 __device__ __forceinline__ int first_unit() {
@@ -35,6 +53,16 @@ __device__ __forceinline__ const LowLatencyBuffer& buffer_of(const LowLatencyVie
 __device__ __forceinline__ uint64_t* word_at(const LowLatencyView& view, int owner, int64_t words,
                                              int index) {
   return reinterpret_cast<uint64_t*>(view.comm.peers[owner] + words) + index;
+}
+
+// Writes a word that carries all that its reader needs.
+template <typename Link>
+__device__ __forceinline__ void set_word(const LowLatencyView& view, int peer, int64_t words,
+                                         int index, uint64_t word) {
+  if constexpr (Link::kBorder) {
+    if (!is_near<Link>(view, peer)) return Link::set_word(view, peer, words + index * 8, word);
+  }
+  ptx::store_relaxed_system(word_at(view, peer, words, index), word);
 }
 
 __device__ __forceinline__ int load_expert(const void* topk_idx, bool is_64_bit, int64_t slot) {
@@ -114,10 +142,12 @@ __device__ __forceinline__ bool poll_buffer_free(const LowLatencyView& view, uin
   return poll_received(view, operation, operation > 2 ? operation - 2 : 0, gridDim.x);
 }
 
-// Gives a peer a word after all that this thread has done or, by a barrier, knows to be done.
+// Gives a rank of this host a word after all that this thread has done or, by a barrier, knows to
+// be done.
+template <typename Link>
 __device__ __forceinline__ void release_word(const LowLatencyView& view, uint64_t* word,
                                              uint64_t value) {
-  if (view.one_gpu != 0) {
+  if (!Link::kBorder && view.one_gpu != 0) {
     ptx::fence_acq_rel_device();
   } else {
     ptx::fence_acq_rel_system();
@@ -125,35 +155,66 @@ __device__ __forceinline__ void release_word(const LowLatencyView& view, uint64_
   ptx::store_relaxed_system(word, value);
 }
 
-// Tells every peer how many blocks of this launch write rows, and this rank's tokens. Called by one
-// warp or more of one block.
+// Tells a rank how many blocks of this launch write rows that it can read, and this rank's tokens:
+// every peer, or those of this host. Called by one warp or more of one block.
+template <typename Link>
 __device__ __forceinline__ void signal_senders(const LowLatencyView& view, uint64_t operation,
-                                               int num_blocks, int num_tokens) {
+                                               int num_blocks, int num_tokens, bool to_all) {
   const CommView& comm = view.comm;
   if (threadIdx.x >= kWarp) return;
   const int64_t words = buffer_of(view, operation).senders;
   for (int i = threadIdx.x; i < comm.num_ranks; i += kWarp) {
     const int peer = (comm.rank + i) % comm.num_ranks;
-    ptx::store_relaxed_system(word_at(view, peer, words, comm.rank),
-                              ready_word(operation, num_blocks, false, num_tokens));
+    const bool near = is_near<Link>(view, peer);
+    if (!to_all && !near) continue;
+    set_word<Link>(view, peer, words, comm.rank,
+                   ready_word(operation, near ? num_blocks : 0, false, num_tokens));
   }
 }
 
-// Gives every peer this block's word, among `words`, after all that the block has done. All threads
-// of the block call it.
+// Tells every rank of the other hosts how many messages this launch puts for it: count_of(rank).
+// so_far: of LowLatencyBorder. Called by all threads of one block.
+template <typename Link, typename CountOf>
+__device__ __forceinline__ void signal_messages(const LowLatencyView& view, uint64_t operation,
+                                                bool bad, uint64_t* so_far, CountOf count_of) {
+  const CommView& comm = view.comm;
+  if (threadIdx.x >= view.hosts.num_far()) return;
+  const int peer = view.hosts.far_rank(threadIdx.x, view.hosts.host_of(comm.rank));
+  so_far[peer] += count_of(peer);
+  const uint32_t count = static_cast<uint32_t>(so_far[peer]) & kMaxLowLatencyTokens;
+  set_word<Link>(view, peer, buffer_of(view, operation).messages, comm.rank,
+                 ready_word(operation, view.tag, bad, count));
+}
+
+// Gives every peer of this host this block's word, among `words`, after all that the block has
+// done. All threads of the block call it.
+template <typename Link>
 __device__ __forceinline__ void signal_block(const LowLatencyView& view, int64_t words,
                                              uint64_t word) {
   const CommView& comm = view.comm;
   __syncthreads();
   if (threadIdx.x >= comm.num_ranks) return;
   const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
+  if (!is_near<Link>(view, peer)) return;
   const int index = comm.rank * kMaxLowLatencyBlocks + blockIdx.x;
-  release_word(view, word_at(view, peer, words, index), word);
+  release_word<Link>(view, word_at(view, peer, words, index), word);
 }
 
-// Tells every peer that this block has read its rows; as signal_block.
+// Tells every peer of this host that this block has read its rows, and those of other hosts, by the
+// last block to come, that all blocks have; as signal_block.
+template <typename Link>
 __device__ __forceinline__ void signal_received(const LowLatencyView& view, uint64_t operation) {
-  signal_block(view, buffer_of(view, operation).received, received_word(operation, gridDim.x));
+  const int64_t words = buffer_of(view, operation).received;
+  signal_block<Link>(view, words, received_word(operation, gridDim.x));
+  if constexpr (Link::kBorder) {
+    const int rank = view.comm.rank;
+    if (!arrive_last(&view.comm.control->arrived_stage)) return;
+    __threadfence_system();
+    for (int i = threadIdx.x; i < view.hosts.num_far(); i += kLowLatencyThreads) {
+      set_word<Link>(view, view.hosts.far_rank(i, view.hosts.host_of(rank)), words,
+                     rank * kMaxLowLatencyBlocks, received_word(operation, 1));
+    }
+  }
 }
 
 // Once all blocks of a send know the operation's number, the next launch may have another. Called
@@ -193,44 +254,74 @@ struct Senders {
   Waited waited;  // used where somebody wants to know it
 };
 
-// Waits for E words beginning at `words`, word i written by rank peer_of(i), and calls store(i,
-// count) for each.
-template <typename PeerOf, typename Store>
-__device__ __forceinline__ bool poll_words(const LowLatencyView& view, int64_t words,
-                                           uint64_t operation, Phase phase, Waited* waited,
-                                           PeerOf peer_of, Store store) {
-  const CommView& comm = view.comm;
+// Looks at what a word of `peer` says about its operation. False: the kernel is to end.
+__device__ __forceinline__ bool check_word(const LowLatencyView& view, int peer, uint64_t operation,
+                                           Phase phase, uint64_t seen) {
+  if (word_tag(seen) != view.tag) {
+    record_fault(view.comm, peer, phase, operation, ready_word(operation, view.tag, false, 0),
+                 seen);
+    return false;
+  }
+  if (word_is_bad(seen)) view.comm.host->bad_peer = peer + 1;
+  return true;
+}
+
+// What a launch waits for, before it receives.
+struct Awaited {
+  int64_t words;  // E of them, E/R of each rank in order
+  uint64_t operation;
+  Phase phase;
+  bool of_all;     // the words and the numbers of tokens of all ranks; else of this host's only
+  bool at_host;    // between hosts, messages to this host; else to this rank alone
+  int64_t* stats;  // LowLatencyDispatchArgs::waiting_stats
+  Waited* waited;  // null where nobody wants to know
+};
+
+// Waits for a ready word of `peer` for the operation. False: the kernel is to end.
+__device__ __forceinline__ bool poll_ready(const LowLatencyView& view, const Awaited& awaited,
+                                           const uint64_t* word, int peer, uint64_t& seen) {
+  const auto look = [&] {
+    seen = ptx::load_acquire_system(word);
+    return word_operation(seen) == static_cast<uint32_t>(awaited.operation);
+  };
+  const auto report = [&] {
+    record_fault(view.comm, peer, awaited.phase, awaited.operation,
+                 ready_word(awaited.operation, view.tag, false, 0), seen);
+  };
+  return poll(view.comm, look, report) &&
+         check_word(view, peer, awaited.operation, awaited.phase, seen);
+}
+
+// Waits for the E words and calls store(i, count) for each; 0 for those that are not awaited.
+template <typename Link, typename Store>
+__device__ __forceinline__ bool poll_words(const LowLatencyView& view, const Awaited& awaited,
+                                           Store store) {
+  const int local = static_cast<int>(view.ranks.quotient(view.shape.num_experts));
   // The last threads first: the first ones see to blocks.
   for (int i = kLowLatencyThreads - 1 - static_cast<int>(threadIdx.x); i < view.shape.num_experts;
        i += kLowLatencyThreads) {
-    const int peer = peer_of(i);
-    const uint64_t* word = word_at(view, comm.rank, words, i);
-    uint64_t seen;
-    const auto look = [&] {
-      seen = ptx::load_acquire_system(word);
-      return word_operation(seen) == static_cast<uint32_t>(operation);
-    };
-    const auto report = [&] {
-      record_fault(comm, peer, phase, operation, ready_word(operation, view.tag, false, 0), seen);
-    };
-    if (!poll(comm, look, report)) return false;
-    if (word_tag(seen) != view.tag) {
-      report();
-      return false;
+    const int peer = i / local;
+    uint64_t seen = 0;
+    if (awaited.of_all || is_near<Link>(view, peer)) {
+      const uint64_t* word = word_at(view, view.comm.rank, awaited.words, i);
+      if (!poll_ready(view, awaited, word, peer, seen)) return false;
+      if (awaited.waited != nullptr) awaited.waited->note(peer);
     }
-    if (waited != nullptr) waited->note(peer);
-    if (word_is_bad(seen)) comm.host->bad_peer = peer + 1;
     store(i, word_count(seen));
   }
   return true;
 }
 
-// Waits until all blocks of all peers that write rows have written them.
-__device__ __forceinline__ bool poll_blocks(const LowLatencyView& view, uint64_t operation,
-                                            Phase phase, Waited* waited, Senders& senders) {
+// Waits until all blocks of all peers of this host that write rows have written them, and for
+// everybody's number of tokens.
+template <typename Link>
+__device__ __forceinline__ bool poll_blocks(const LowLatencyView& view, const Awaited& awaited,
+                                            Senders& senders) {
   const CommView& comm = view.comm;
+  const uint64_t operation = awaited.operation;
   const LowLatencyBuffer& buffer = buffer_of(view, operation);
   return poll_block_words(view, gridDim.x, [&](int peer, int block, int& num_blocks) {
+    if (!awaited.of_all && !is_near<Link>(view, peer)) return true;
     const uint64_t* sender = word_at(view, comm.rank, buffer.senders, peer);
     const uint64_t* word =
         word_at(view, comm.rank, buffer.blocks, peer * kMaxLowLatencyBlocks + block);
@@ -244,35 +335,59 @@ __device__ __forceinline__ bool poll_blocks(const LowLatencyView& view, uint64_t
       return knows() && (block >= num_blocks || seen == operation);
     };
     const auto report = [&] {
-      if (knows()) {
-        record_fault(comm, peer, phase, operation, operation, seen);
-      } else {
-        record_fault(comm, peer, phase, operation, ready_word(operation, view.tag, false, 0), said);
-      }
+      const uint64_t ready = ready_word(operation, view.tag, false, 0);
+      record_fault(comm, peer, awaited.phase, operation, knows() ? operation : ready,
+                   knows() ? seen : said);
     };
     if (!poll(comm, look, report)) return false;
-    if (waited != nullptr) waited->note(peer);
+    if (awaited.waited != nullptr) awaited.waited->note(peer);
     if (block == 0) senders.tokens[peer] = word_count(said);
     return true;
   });
 }
 
-// Both waits at once: nothing but the slowest word counts. All threads of the block call it and get
-// the same answer, after a barrier. waiting_stats: [R] or null. False: the kernel is to end.
-template <typename PeerOf, typename Store>
-__device__ __forceinline__ bool wait_for_senders(const LowLatencyView& view, int64_t words,
-                                                 uint64_t operation, Phase phase,
-                                                 int64_t* waiting_stats, Senders& senders,
-                                                 PeerOf peer_of, Store store) {
-  const bool noted = waiting_stats != nullptr && blockIdx.x == 0;
-  Waited* waited = noted ? &senders.waited : nullptr;
-  if (noted) waited->begin();
-  bool passed = poll_words(view, words, operation, phase, waited, peer_of, store);
-  passed = passed && poll_blocks(view, operation, phase, waited, senders);
+// Waits until all that ranks of other hosts have put has come: to this rank or, at_host, to the
+// ranks of their places on this host.
+__device__ __forceinline__ bool poll_messages(const LowLatencyView& view, const Awaited& awaited) {
+  const CommView& comm = view.comm;
+  const LowLatencyBuffer& buffer = buffer_of(view, awaited.operation);
+  const int host = view.hosts.host_of(comm.rank);
+  if (threadIdx.x >= view.hosts.num_far()) return true;
+  const int peer = view.hosts.far_rank(threadIdx.x, host);
+  uint64_t told, seen;
+  if (!poll_ready(view, awaited, word_at(view, comm.rank, buffer.messages, peer), peer, told)) {
+    return false;
+  }
+  const uint64_t expected = word_count(told);
+  const uint64_t* counter = word_at(view, awaited.at_host ? view.hosts.rail(peer, host) : comm.rank,
+                                    awaited.at_host ? buffer.arrived_host : buffer.arrived, peer);
+  const auto look = [&] {
+    seen = ptx::load_acquire_system(counter) & kMaxLowLatencyTokens;
+    return seen == expected;
+  };
+  const auto report = [&] {
+    record_fault(comm, peer, awaited.phase, awaited.operation, expected, seen);
+  };
+  if (!poll(comm, look, report)) return false;
+  if (awaited.waited != nullptr) awaited.waited->note(peer);
+  return true;
+}
+
+// All waits at once: nothing but the slowest word counts. All threads of the block call it and get
+// the same answer, after a barrier. False: the kernel is to end.
+template <typename Link, typename Store>
+__device__ __forceinline__ bool wait_for_senders(const LowLatencyView& view, Awaited awaited,
+                                                 Senders& senders, Store store) {
+  const bool noted = awaited.stats != nullptr && blockIdx.x == 0;
+  awaited.waited = noted ? &senders.waited : nullptr;
+  if (noted) senders.waited.begin();
+  bool passed = poll_words<Link>(view, awaited, store);
+  passed = passed && poll_blocks<Link>(view, awaited, senders);
+  if constexpr (Link::kBorder) passed = passed && poll_messages(view, awaited);
   if (__syncthreads_and(passed) == 0) return false;
   // All peers have sent, so nothing that comes next can keep this launch from its end.
   ptx::launch_next();
-  if (noted) waited->add_to(waiting_stats, view.comm.num_ranks);
+  if (noted) senders.waited.add_to(awaited.stats, view.comm.num_ranks);
   return true;
 }
 

@@ -1,7 +1,9 @@
 // What moe_ep._C_nvshmem offers for exchanges between hosts. Plans, launches and communicators are
-// those of moe_ep._C, which must have been imported before.
+// those of moe_ep._C.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include "nvshmem/low_latency_hosts.h"
 #include "nvshmem/rail_exchange.h"
 
 namespace py = pybind11;
@@ -9,6 +11,7 @@ namespace py = pybind11;
 namespace moe_ep {
 
 void bind_hierarchy(py::module_& m) {
+  py::module_::import("moe_ep._C");
   py::class_<RailConfig>(m, "RailConfig")
       .def(py::init<>())
       .def_readwrite("device", &RailConfig::device)
@@ -64,6 +67,12 @@ void bind_hierarchy(py::module_& m) {
       .def("return_sums", &RailExchange::return_sums)
       .def("add_sums", &RailExchange::add_sums)
       .def("border", &RailExchange::border, py::call_guard<py::gil_scoped_release>());
+  py::class_<HostsLowLatency, LowLatency>(m, "HostsLowLatency")
+      .def(py::init<int, int, int, int, bool>(), py::arg("device"), py::arg("rank"),
+           py::arg("num_ranks"), py::arg("ranks_per_host"), py::arg("by_slots"))
+      .def_static("block_bytes", &HostsLowLatency::block_bytes)
+      .def("attach", &HostsLowLatency::attach)
+      .def("border", &HostsLowLatency::border, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace moe_ep

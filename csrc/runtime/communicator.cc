@@ -200,9 +200,11 @@ CommView Communicator::view(const Launch& launch) const {
   return view;
 }
 
-uint64_t Communicator::notify(const PlanView& plan, uintptr_t topk_idx, bool is_64_bit, bool report,
-                              int64_t capacity, const Launch& launch) {
+uint64_t Communicator::notify(const PlanView& plan, const DispatchTensors* staged,
+                              uintptr_t topk_idx, bool is_64_bit, bool report, int64_t capacity,
+                              const Launch& launch) {
   check_limit("slots of a token", plan.num_slots, 1, config_.num_slots);
+  if (staged != nullptr) stage_rows(plan, *staged, true, launch);
   NotifyArgs args{};
   args.comm = view(launch);
   args.plan = plan;
@@ -245,8 +247,8 @@ bool Communicator::stages(const DispatchTensors& tensors) const {
   return config_.num_ranks > 1 || tensors.fp8 != 0;  // a rank alone reads x itself
 }
 
-void Communicator::stage(const PlanView& plan, const DispatchTensors& tensors, bool before_notify,
-                         const Launch& launch) {
+void Communicator::stage_rows(const PlanView& plan, const DispatchTensors& tensors,
+                              bool before_notify, const Launch& launch) {
   check_aligned("x", tensors.x);
   check_aligned("probs", tensors.probs);
   if (plan.num_tokens > memory().shape().max_tokens || !stages(tensors)) return;

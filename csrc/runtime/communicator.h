@@ -89,19 +89,21 @@ class Communicator {
                 int64_t items) const;
 
   // Each returns the operation's number, as a fault record would name it. All are asynchronous.
+  // staged: what the dispatch that is to follow sends, staged first; null: that dispatch will.
   // capacity: rows a result may have; 0: as many as come.
-  uint64_t notify(const PlanView& plan, uintptr_t topk_idx, bool is_64_bit, bool report,
-                  int64_t capacity, const Launch& launch);
+  uint64_t notify(const PlanView& plan, const DispatchTensors* staged, uintptr_t topk_idx,
+                  bool is_64_bit, bool report, int64_t capacity, const Launch& launch);
   // Between hosts: of the tokens of all hosts that concern this one; what it finds goes to
   // `verdict` in device memory, and the lists stay with their publishers. report: the host will
   // wait.
   uint64_t notify_hosts(const PlanView& plan, uintptr_t topk_idx, int64_t own_tokens,
                         uintptr_t verdict, bool report, int64_t capacity, const Launch& launch);
   void fetch_lists(const PlanView& plan, const Launch& launch);
-  // First half of a dispatch: needs neither the plan's lists nor its counts. before_notify: the
-  // notify of this dispatch follows. Else it does nothing, on any rank, if that has failed.
-  void stage(const PlanView& plan, const DispatchTensors& tensors, bool before_notify,
-             const Launch& launch);
+  // First half of a dispatch, after a notify that has not staged: needs neither the plan's lists
+  // nor its counts. Does nothing, on any rank, if that notify has failed.
+  void stage(const PlanView& plan, const DispatchTensors& tensors, const Launch& launch) {
+    stage_rows(plan, tensors, false, launch);
+  }
   uint64_t dispatch(const PlanView& plan, const DispatchTensors& tensors, uintptr_t rows,
                     uintptr_t row_probs, uintptr_t row_scales, const Launch& launch);
   uint64_t combine(const PlanView& plan, const CombineTensors& tensors, const Launch& launch);
@@ -129,6 +131,8 @@ class Communicator {
   PlanMemory layout_of_plan(int64_t num_tokens, int num_slots, int64_t rank_rows,
                             int64_t items) const;
   bool stages(const DispatchTensors& tensors) const;
+  void stage_rows(const PlanView& plan, const DispatchTensors& tensors, bool before_notify,
+                  const Launch& launch);
   Counts read_counts() const;
 
   CommunicatorConfig config_;

@@ -3,7 +3,6 @@
 #include <atomic>
 #include <new>
 
-#include "kernels/low_latency.h"
 #include "runtime/error.h"
 
 namespace moe_ep {
@@ -106,13 +105,26 @@ SymmetricMemory& LowLatency::allocate(int64_t num_bytes, MemoryKind kind) {
 
 void LowLatency::release_memory() { memory_.reset(); }
 
-SymmetricMemory& LowLatency::memory() {
+SymmetricMemory& LowLatency::memory() const {
   if (memory_ == nullptr) throw std::runtime_error("no symmetric memory is allocated");
   return *memory_;
 }
 
+char* LowLatency::peer(int rank) const { return memory().peer(rank); }
+
+void LowLatency::complete(LowLatencyView& view) const { view.hosts = {num_ranks_, num_ranks_, 0}; }
+
+cudaError_t LowLatency::launch(const LowLatencyDispatchArgs& args,
+                               const LowLatencyLaunch& launch) const {
+  return launch_low_latency_dispatch(args, launch);
+}
+
+cudaError_t LowLatency::launch(const LowLatencyCombineArgs& args,
+                               const LowLatencyLaunch& launch) const {
+  return launch_low_latency_combine(args, launch);
+}
+
 LowLatency::Prepared LowLatency::prepare(const LowLatencyCall& call, const Launch& launch) const {
-  if (memory_ == nullptr) throw std::runtime_error("no symmetric memory is allocated");
   check_shape(call.shape, num_ranks_, call.tag);
   check(launch.num_sms >= 1 && launch.num_sms <= kMaxLowLatencyBlocks, "num_sms must be 1 to 255");
   LowLatencyView view{};
@@ -125,7 +137,7 @@ LowLatency::Prepared LowLatency::prepare(const LowLatencyCall& call, const Launc
   view.comm.timeout_ns = static_cast<uint64_t>(launch.timeout_s * 1e9);
   view.comm.control = control_;
   view.comm.host = host_mapped_;
-  for (int i = 0; i < num_ranks_; ++i) view.comm.peers[i] = memory_->peer(i);
+  for (int i = 0; i < num_ranks_; ++i) view.comm.peers[i] = peer(i);
   view.shape = call.shape;
   view.ranks = divide_by(num_ranks_);
   view.slots = divide_by(call.shape.num_slots);
@@ -133,6 +145,7 @@ LowLatency::Prepared LowLatency::prepare(const LowLatencyCall& call, const Launc
   view.tag = static_cast<uint32_t>(call.tag);
   view.parts = call.parts;
   view.ticket = pointer<uint64_t>(call.ticket);
+  complete(view);
   return {view, pointer<CUstream_st>(launch.stream)};
 }
 
@@ -184,7 +197,7 @@ void LowLatency::dispatch(const LowLatencyCall& call, const LowLatencyDispatchTe
   args.layout_range = pointer<int64_t>(tensors.layout_range);
   args.expert_stats = pointer<int32_t>(tensors.expert_stats);
   args.waiting_stats = pointer<int64_t>(tensors.waiting_stats);
-  check_cuda(launch_low_latency_dispatch(args, {launch.num_sms, prepared.stream, early_}),
+  check_cuda(this->launch(args, LowLatencyLaunch{launch.num_sms, prepared.stream, early_}),
              "low-latency dispatch kernel");
 }
 
@@ -218,7 +231,7 @@ void LowLatency::combine(const LowLatencyCall& call, const LowLatencyCombineTens
   args.num_tokens = tensors.num_tokens;
   args.out = pointer<char>(tensors.out);
   args.waiting_stats = pointer<int64_t>(tensors.waiting_stats);
-  check_cuda(launch_low_latency_combine(args, {launch.num_sms, prepared.stream, early_}),
+  check_cuda(this->launch(args, LowLatencyLaunch{launch.num_sms, prepared.stream, early_}),
              "low-latency combine kernel");
 }
 
@@ -228,7 +241,7 @@ uintptr_t LowLatency::expert_out(const LowLatencyShape& shape, int which) {
   if (num_rows > kMaxPlaceBegin) return 0;
   const LowLatencyLayout layout = low_latency_layout(shape, num_bytes_);
   check(layout.total <= num_bytes_, "the shape needs more memory than there is");
-  return reinterpret_cast<uintptr_t>(memory().peer(rank_)) + layout.buffers[which - 1].expert_out;
+  return reinterpret_cast<uintptr_t>(peer(rank_)) + layout.buffers[which - 1].expert_out;
 }
 
 void LowLatency::wait_expert_out(const LowLatencyShape& shape, int which, const Launch& launch) {

@@ -1,4 +1,5 @@
 // A rank's end of the low-latency exchange on one host: owns its memory, launches its kernels.
+// Between hosts nvshmem/low_latency_hosts.h takes its memory and its kernels from elsewhere.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,8 +7,8 @@
 #include <memory>
 #include <optional>
 
+#include "kernels/low_latency.h"
 #include "runtime/communicator.h"
-#include "shared/low_latency_layout.h"
 
 namespace moe_ep {
 
@@ -46,14 +47,14 @@ struct LowLatencyCombineTensors {
 class LowLatency {
  public:
   LowLatency(int device, int rank, int num_ranks);
-  ~LowLatency();
+  virtual ~LowLatency();
   LowLatency(const LowLatency&) = delete;
   LowLatency& operator=(const LowLatency&) = delete;
 
   // Symmetric memory of `num_bytes` bytes.
   SymmetricMemory& allocate(int64_t num_bytes, MemoryKind kind);
   void release_memory();
-  SymmetricMemory& memory();
+  SymmetricMemory& memory() const;
 
   // Whether all ranks share one GPU; false until it is told.
   void set_one_gpu(bool one_gpu) { one_gpu_ = one_gpu; }
@@ -81,12 +82,24 @@ class LowLatency {
   // A rank whose input was bad (this one, too, if an index was), or -1.
   int bad_peer() const { return static_cast<int>(host_->bad_peer) - 1; }
 
+ protected:
+  // A rank's memory as mapped here; null on another host.
+  virtual char* peer(int rank) const;
+  // Says where ranks are; the rest of the view is set.
+  virtual void complete(LowLatencyView& view) const;
+  virtual cudaError_t launch(const LowLatencyDispatchArgs& args,
+                             const LowLatencyLaunch& launch) const;
+  virtual cudaError_t launch(const LowLatencyCombineArgs& args,
+                             const LowLatencyLaunch& launch) const;
+
+  int device_;
+  int64_t num_bytes_ = 0;
+
  private:
   struct Prepared;  // what every launch needs
   Prepared prepare(const LowLatencyCall& call, const Launch& launch) const;
 
-  int device_, rank_, num_ranks_;
-  int64_t num_bytes_ = 0;
+  int rank_, num_ranks_;
   bool early_ = false;  // LowLatencyLaunch::early
   bool one_gpu_ = false;
   uint64_t pings_[kMaxRanks] = {};  // words that were exchanged with each peer

@@ -125,7 +125,7 @@ def read_config(config: Any, config_params: Any, args: Any) -> dict[str, Any]:
 
 def _loads(text: str) -> dict[str, Any]:
     try:
-        import hjson  # type: ignore[import-not-found]  # DeepSpeed's own reader: comments and trailing commas are allowed
+        import hjson  # DeepSpeed's own reader: comments and trailing commas are allowed
     except ImportError:
         loads = json.loads
     else:

@@ -114,6 +114,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """[T, H] -> [S/TP, B, H], with the overlapped shared experts' output added."""
+        assert self.hidden_shape is not None
         output = hidden_states.view(self.hidden_shape)
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()

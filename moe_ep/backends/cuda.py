@@ -130,6 +130,7 @@ class CudaBackend(CudaErrors, CudaFigures):
         self._offsets = self._core.plan_header(self.size, self.num_local_experts)
         self._calls: deque[tuple[int, Call]] = deque(maxlen=_REMEMBERED_OPERATIONS)
         self._device_index = self.device.index
+        self._int32 = torch.empty(0, dtype=torch.int32, device=self.device)
         self._stream = -1  # handle of the one below
         self._last_stream: torch.cuda.Stream | None = None
         self._launch_key: tuple[int, float, int, bool] | None = None
@@ -174,13 +175,13 @@ class CudaBackend(CudaErrors, CudaFigures):
         limits = self._list_limits if capacity is None else (capacity, capacity)
         plan = self._new_plan(topk_idx.shape, limits, call)
         if x is not None and call.error is None:
-            plan._set(staged=self._staged_tokens(x, probs, fp8_scale))
+            plan.staged = self._staged_tokens(x, probs, fp8_scale)
         self._start(plan, topk_idx, launch, call, capacity or 0)
         if capacity is not None:
             plan.set_rows(capacity)
             self._raise_own_error(call)
             return plan
-        plan._set(complete=lambda: self._complete(plan, topk_idx, call))
+        plan.complete = lambda: self._complete(plan, topk_idx, call)
         self._pending = plan
         if call.error is not None:
             plan.resolve()
@@ -199,44 +200,38 @@ class CudaBackend(CudaErrors, CudaFigures):
         """With `dequantize`, rows quantised on the way come back in the dtype of `x` at once."""
         self.check(call)
         launch = self._launch(call)
-        staged = plan.staged
-        if staged is None:
-            staged = self._staged_tokens(x, probs, fp8_scale)
+        if plan.staged is None:
+            x, probs, tensors = self._staged_tokens(x, probs, fp8_scale)
             # Staging needs no counts: it runs while the host waits for them and makes room.
-            self._comm.stage(plan.view, staged.native, False, launch)
+            self._comm.stage(plan.view, tensors, launch)
             room = self._memory.max_tokens
             plan.resolve()
             if self._memory.max_tokens != room:
-                self._comm.stage(plan.view, staged.native, False, launch)
+                self._comm.stage(plan.view, tensors, launch)
         else:
             plan.resolve()  # stages again where memory had to grow first
-            plan._set(staged=None)
-        x, probs, _ = staged
+            x, probs, tensors = plan.staged
+            plan.staged = None
         num_rows, hidden = plan.rows, x.shape[1]
         scales = row_probs = None
         address_of_scales = address_of_probs = 0
         if fp8_scale is None or dequantize:
-            rows = torch.empty(num_rows, hidden, dtype=x.dtype, device=self.device)
+            rows = x.new_empty(num_rows, hidden)
         else:
             rows = x.new_empty(num_rows, hidden, dtype=torch.float8_e4m3fn)
             scales = x.new_empty(num_rows, hidden // FP8_BLOCK, dtype=torch.float32)
             # An empty tensor has no address, and none would mean "dequantise".
             address_of_scales = scales.data_ptr() or rows.element_size()
         if probs is not None:
-            row_probs = torch.empty(num_rows, dtype=torch.float32, device=self.device)
+            row_probs = probs.new_empty(num_rows)
             address_of_probs = row_probs.data_ptr()
         number = self._comm.dispatch(
-            plan.view,
-            staged.native,
-            rows.data_ptr(),
-            address_of_probs,
-            address_of_scales,
-            launch,
+            plan.view, tensors, rows.data_ptr(), address_of_probs, address_of_scales, launch
         )
-        self._remember(number, call)
+        self._calls.append((number, call))
         self._record(plan)
         self._raise_own_error(call)
-        return DispatchedRows(rows=rows, scales=scales, probs=row_probs)
+        return DispatchedRows(rows, scales, row_probs)
 
     def combine(
         self,
@@ -251,7 +246,7 @@ class CudaBackend(CudaErrors, CudaFigures):
         launch = self._launch(call)
         rows = self._placed(rows)
         hidden = rows.shape[1]
-        out = torch.empty(plan.num_tokens, hidden, dtype=rows.dtype, device=self.device)
+        out = rows.new_empty(plan.num_tokens, hidden)
         slot_values = None
         # All ranks must run the same protocol, also one whose own rows are none: an empty tensor
         # has no address.
@@ -273,7 +268,7 @@ class CudaBackend(CudaErrors, CudaFigures):
             hidden,
             _TYPES[rows.dtype],
         )
-        self._remember(self._comm.combine(plan.view, tensors, launch), call)
+        self._calls.append((self._comm.combine(plan.view, tensors, launch), call))
         self._record(plan)
         self._raise_own_error(call)
         return out, slot_values
@@ -312,7 +307,7 @@ class CudaBackend(CudaErrors, CudaFigures):
     def _placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """On this object's device, without gaps, where kernels can read 16 bytes at a time; mostly
         it is so already."""
-        if tensor.device != self.device or dtype not in (None, tensor.dtype):
+        if tensor.device != self.device or (dtype is not None and tensor.dtype != dtype):
             tensor = tensor.to(self.device, dtype or tensor.dtype)
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
@@ -326,10 +321,10 @@ class CudaBackend(CudaErrors, CudaFigures):
         if probs is not None:
             probs = self._placed(probs, torch.float32)
             address_of_probs = probs.data_ptr()
-        native = self._core.DispatchTensors(
+        tensors = self._core.DispatchTensors(
             x.data_ptr(), address_of_probs, x.shape[1], _TYPES[x.dtype], _FP8_SCALES[fp8_scale]
         )
-        return StagedTokens(x, probs, native)
+        return x, probs, tensors
 
     def _new_plan(
         self, shape: tuple[int, ...], list_limits: tuple[int, int], call: Call
@@ -342,7 +337,7 @@ class CudaBackend(CudaErrors, CudaFigures):
             self._offsets,
             call.operation,
             self._stream,
-            self.device,
+            self._int32,
         )
 
     def _start(
@@ -352,13 +347,12 @@ class CudaBackend(CudaErrors, CudaFigures):
         and of lists, if the plan has room for them.
 
         The host waits for the counts, unless a capacity makes it unnecessary."""
-        if plan.staged is not None:
-            self._comm.stage(plan.view, plan.staged.native, True, launch)
+        staged = None if plan.staged is None else plan.staged[2]
         is_64_bit, report = topk_idx.dtype == torch.int64, capacity == 0
         number = self._comm.notify(
-            plan.view, topk_idx.data_ptr(), is_64_bit, report, capacity, launch
+            plan.view, staged, topk_idx.data_ptr(), is_64_bit, report, capacity, launch
         )
-        self._remember(number, call)
+        self._calls.append((number, call))
 
     def _complete(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> None:
         """Waits for the counts of `_start` and finishes the plan."""
@@ -406,9 +400,12 @@ class CudaBackend(CudaErrors, CudaFigures):
         stream = torch._C._cuda_getCurrentRawStream(self._device_index)
         if stream != self._stream:
             self._change_stream(stream)
-        key = (stream, call.timeout_s, min(self.num_sms, self._max_sms), call.error is not None)
+        bad_input = call.error is not None
+        key = (stream, call.timeout_s, self.num_sms, bad_input)
         if key != self._launch_key:  # mostly as in the call before
-            self._launch_key, self._same_launch = key, self._core.Launch(*key)
+            num_sms = min(self.num_sms, self._max_sms)
+            self._launch_key = key
+            self._same_launch = self._core.Launch(stream, call.timeout_s, num_sms, bad_input)
         return self._same_launch
 
     def _change_stream(self, stream: int) -> None:

@@ -21,9 +21,6 @@ class CudaErrors:
     _broken: str | None  # why nothing more can be done
     _calls: deque[tuple[int, Call]]  # the last operations by number
 
-    def _remember(self, number: int, call: Call) -> None:
-        self._calls.append((number, call))
-
     def check(self, call: Call) -> None:
         """Raises what the device has reported so far; does not synchronise."""
         if self._broken is not None:
@@ -69,9 +66,11 @@ class CudaErrors:
         return f"rank {rank}"
 
     def _raise_status(self, counts: Any, call: Call) -> None:
-        where = f"rank {self.rank}: {call.phase}, operation {call.operation}"
         if call.error is not None:
             raise call.error
+        if counts.status == OK:
+            return
+        where = f"rank {self.rank}: {call.phase}, operation {call.operation}"
         if counts.status == BAD_INPUT and counts.culprit == self.rank:
             raise ValueError(
                 f"{where}: topk_idx holds an index that is neither -1 nor below "

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ep.backends.base import Plan
 
-
-class StagedTokens(NamedTuple):
-    """What a dispatch sends, and keeps alive until it has."""
-
-    x: Tensor  # [T, H]
-    probs: Tensor | None  # [T, K] fp32
-    native: Any  # `_C.DispatchTensors`
+StagedTokens = tuple[Tensor, "Tensor | None", Any]
+"""What a dispatch sends, and keeps alive until it has: x [T, H], probs [T, K] fp32, and both as
+`_C.DispatchTensors`."""
 
 
 class CudaPlan(Plan):
@@ -27,6 +23,7 @@ class CudaPlan(Plan):
         list_limits: rank rows and items to make room for; (0, 0): `add_lists` will.
         offsets: of the header's parts, from `_C.plan_header`.
         operation: the dispatch that makes it. stream: handle of the current one.
+        int32: any such tensor on its device; `new_empty` costs the host half of `torch.empty`.
     """
 
     def __init__(
@@ -37,42 +34,32 @@ class CudaPlan(Plan):
         offsets: dict[str, int],
         operation: int,
         stream: int,
-        device: torch.device,
+        int32: Tensor,
     ) -> None:
         num_tokens, num_slots = shape
         words = communicator.plan_words(num_tokens, num_slots, *list_limits)
-        source = torch.empty(words, dtype=torch.int32, device=device)
-        view = communicator.plan(source.data_ptr(), num_tokens, num_slots, *list_limits)
-        self._set(
-            num_tokens=num_tokens,
-            num_slots=num_slots,
-            operation=operation,
-            source=source,
-            view=view,
-            has_lists=list_limits != (0, 0),
-            offsets=offsets,
-            stream=stream,
-        )
-
-    def _set(self, **values: Any) -> None:
-        """The base class is frozen for everybody else."""
-        self.__dict__.update(values)
+        self.source = int32.new_empty(words)
+        self.view = communicator.plan(self.source.data_ptr(), num_tokens, num_slots, *list_limits)
+        self.num_tokens, self.num_slots = num_tokens, num_slots
+        self.operation, self.stream = operation, stream
+        self.offsets = offsets
+        self.has_lists = list_limits != (0, 0)
 
     def add_lists(self, core: Any, num_rank_rows: int, num_items: int) -> None:
         words = (num_rank_rows * core.RANK_ROW_BYTES + num_items * core.ITEM_BYTES) // 4
-        lists = torch.empty(words, dtype=torch.int32, device=self.source.device)
+        lists = self.source.new_empty(words)
         address = lists.data_ptr()
         self.view.set_lists(address, address + num_rank_rows * core.RANK_ROW_BYTES)
-        self._set(lists=lists, has_lists=True)
+        self.lists, self.has_lists = lists, True
 
     def drop_lists(self) -> None:
         """What room there was is too small by now."""
         self.view.set_lists(0, 0)
-        self._set(lists=None, has_lists=False)
+        self.lists, self.has_lists = None, False
 
     def set_rows(self, num_rows: int, counts: Any = None) -> None:
         self.view.rows_limit = num_rows
-        self._set(rows=num_rows, counts=counts, complete=None)
+        self.rows, self.counts, self.complete = num_rows, counts, None
 
     def resolve(self) -> None:
         """Waits for the counts, where they are still on their way, and raises what they tell."""
@@ -107,7 +94,7 @@ class CudaPlan(Plan):
             first, counts = self.offsets["expert_begin"], self.offsets["expert_count"]
             blocks = words[first:counts].diff()
             valid = words[counts:].clone()
-        self._set(blocks=blocks, valid=valid)
+        self.blocks, self.valid = blocks, valid
         return blocks, valid
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
@@ -115,6 +102,13 @@ class CudaPlan(Plan):
         if self.lists is not None:
             self.lists.record_stream(stream)
 
+    # The base class is frozen for everybody else. Both, or an assignment takes three times as long.
+    __setattr__ = object.__setattr__
+    __delattr__ = object.__delattr__
+
+    num_tokens: int
+    num_slots: int
+    operation: int
     source: Tensor
     view: Any
     has_lists: bool

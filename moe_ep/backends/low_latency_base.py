@@ -47,14 +47,20 @@ class Shape:
         return num_ranks * self.max_tokens
 
 
-def num_bytes_needed(max_tokens: int, hidden: int, num_experts: int) -> int:
+def num_bytes_needed(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes of symmetric memory: csrc/shared/low_latency_layout.h says for what."""
-    words = 2 * (2 * MAX_EXPERTS + (1 + 2 * _MAX_BLOCKS) * _MAX_RANKS) + _MAX_RANKS
+    words = 2 * (3 * MAX_EXPERTS + (4 + 2 * _MAX_BLOCKS) * _MAX_RANKS) + _MAX_RANKS
     signals = words * _WORD_BYTES
     row_bytes = hidden * _ROW_BYTES_PER_COLUMN
-    routes = max_tokens * min(MAX_SLOTS, num_experts) * _ROUTE_BYTES
-    sent = _align(_align(max_tokens * row_bytes) + routes) + max_tokens * num_experts * _INDEX_BYTES
-    most = max(sent, max_tokens * num_experts * row_bytes)
+    routes = _align(max_tokens * min(MAX_SLOTS, num_experts) * _ROUTE_BYTES)
+    order = _align(max_tokens * num_experts * _INDEX_BYTES)
+    stage = _align(max_tokens * row_bytes) + routes + order
+    slot_rows = max_tokens * (num_experts - num_experts // num_ranks) * row_bytes
+    most = max(
+        max_tokens * num_experts * row_bytes,
+        num_ranks * stage,
+        stage + num_ranks * routes + slot_rows,
+    )
     return _MARK_BYTES + signals + 4 * _align(most)
 
 

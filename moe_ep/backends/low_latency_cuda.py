@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ from moe_ep.errors import BrokenError, OrderError, PeerError, PeerTimeoutError
 _FP8_SCALES = {None: 0, "fp32": 1, "power_of_two": 2}
 _OPERATION_SHIFT = 32  # of a ready word
 _DEFAULT_SMS = 20
+
+
+class Released(Protocol):
+    """Symmetric memory, as far as the backend goes on with it once it is there."""
+
+    def release(self) -> None:
+        """Frees everything once no peer uses it; never waits long for one that stays away."""
 
 
 @dataclass
@@ -70,16 +77,23 @@ class CudaLowLatencyBackend:
         self.num_sms = _DEFAULT_SMS
         self._max_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         torch.cuda.current_stream(self._device)  # torch's context first
-        self._comm: Any = core.LowLatency(self._device.index, self.rank, self.size)
         self._last_stream: torch.cuda.Stream | None = None
         self._timeout_s = call.timeout_s  # of the last kernel
-        self._expert_out = ExpertOut(self._comm, self._device)
         self._broken: str | None = None
-        self._memory = SharedMemory(core, self._comm, channel, self._device)
-        self._memory.connect(num_bytes, call)
+        self._comm: Any
+        self._memory: Released
+        self._comm, self._memory, ranks_on_gpu = self._connect(channel, num_bytes, call)
+        self._expert_out = ExpertOut(self._comm, self._device)
         # Kernels wait for each other: those of all ranks on one GPU must fit on it together.
-        self._max_sms = max(self._max_sms // self._memory.ranks_on_gpu, 1)
-        self._comm.set_one_gpu(self._memory.ranks_on_gpu == self.size)
+        self._max_sms = max(self._max_sms // ranks_on_gpu, 1)
+
+    def _connect(self, channel: Channel, num_bytes: int, call: Call) -> tuple[Any, Released, int]:
+        """The core's object, its memory, and how many ranks share this rank's GPU."""
+        comm = self._core.LowLatency(self._device.index, self.rank, self.size)
+        memory = SharedMemory(self._core, comm, channel, self._device)
+        memory.connect(num_bytes, call)
+        comm.set_one_gpu(memory.ranks_on_gpu == self.size)
+        return comm, memory, memory.ranks_on_gpu
 
     @property
     def device(self) -> torch.device:
@@ -273,12 +287,15 @@ class CudaLowLatencyBackend:
                 "all ranks must make the same calls in the same order"
             )
         self._broken = (
-            f"rank {fault.rank} waited {self._timeout_s:g} s for rank {fault.peer} in "
+            f"rank {fault.rank} waited {self._timeout_s:g} s for {self._name_of(fault.peer)} in "
             f"{fault.phase}, operation {fault.operation} (expected {fault.expected:#x}, seen "
             f"{fault.seen:#x}; rank {fault.peer} did not reach this operation: see its log; raise "
             "MOE_EP_TIMEOUT_S if it was only slow)"
         )
         return PeerTimeoutError(self._broken)
+
+    def _name_of(self, rank: int) -> str:
+        return f"rank {rank}"
 
     def _raise_own_error(self, call: Call) -> None:
         """Peers learn of it from the device, at some later call: nobody can go on after that."""

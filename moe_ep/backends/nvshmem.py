@@ -199,7 +199,7 @@ class NvshmemBackend(CudaBackend):
         for chunk, view in enumerate(views):
             rows.first_token = chunk * self._chunk_tokens
             self._rail.stage_rows(self._comm, view, rows, launch)
-            self._remember(self._comm.dispatch(view, tensors, *targets, launch), call)
+            self._calls.append((self._comm.dispatch(view, tensors, *targets, launch), call))
             send(chunk + _INBOX_SLOTS)
 
     def combine(
@@ -256,7 +256,7 @@ class NvshmemBackend(CudaBackend):
             tensors = self._core.CombineTensors(
                 *sources, sums.sums, sums.values, sums.hidden, sums.type
             )
-            self._remember(self._comm.combine(view, tensors, launch), call)
+            self._calls.append((self._comm.combine(view, tensors, launch), call))
             self._rail.return_sums(self._comm, view, sums, launch)
             if chunk > 0:
                 add(chunk - 1)
@@ -344,7 +344,7 @@ class NvshmemBackend(CudaBackend):
         number = self._comm.notify_hosts(
             view, host_topk.data_ptr(), num_tokens, self._rail.verdict(), report, capacity, launch
         )
-        self._remember(number, call)
+        self._calls.append((number, call))
         self._rail.agree(self._comm, view, report, capacity, launch)
         if capacity > 0:
             self._fetch_lists(plan, launch)

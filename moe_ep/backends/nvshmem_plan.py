@@ -61,16 +61,11 @@ class HostsPlan(CudaPlan):
         stream: int,
         device: torch.device,
     ) -> None:
-        self._set(
-            num_tokens=num_tokens,
-            num_slots=num_slots,
-            operation=operation,
-            shape=shape,
-            num_chunks=num_chunks,
-            has_lists=False,
-            offsets=offsets,
-            stream=stream,
-        )
+        self.num_tokens, self.num_slots = num_tokens, num_slots
+        self.operation, self.stream = operation, stream
+        self.shape, self.num_chunks = shape, num_chunks
+        self.offsets = offsets
+        self.has_lists = False
         self.make_room(core, room, device)
 
     def make_room(self, core: Any, room: int, device: torch.device) -> None:
@@ -93,27 +88,29 @@ class HostsPlan(CudaPlan):
         for name, size in sizes.items():
             addresses[name] = end
             end += 4 * size
-        self._set(source=source, addresses=addresses, room_chunks=chunks, parts=None)
-        self._set(view=self.view_without_lists(core))
+        self.source, self.addresses, self.room_chunks = source, addresses, chunks
+        self.parts = None
+        self.view = self.view_without_lists(core)
 
     def add_lists(self, core: Any, num_rank_rows: int, num_items: int) -> None:
         super().add_lists(core, num_rank_rows, num_items)
         first = self.lists.data_ptr() if self.lists is not None else 0
-        self._set(list_addresses=(first, first + num_rank_rows * core.RANK_ROW_BYTES), parts=None)
+        self.list_addresses = (first, first + num_rank_rows * core.RANK_ROW_BYTES)
+        self.parts = None
 
     def set_rows(self, num_rows: int, counts: Any = None) -> None:
         super().set_rows(num_rows, counts)
         chunks = self.room_chunks
         if counts is not None:
             chunks = self.shape.num_chunks(counts.max_tokens)
-        self._set(num_chunks=chunks, parts=None)
+        self.num_chunks, self.parts = chunks, None
 
     def chunk_views(self, core: Any) -> list[Any]:
         """The plan of each chunk, as kernels of one host see it."""
         parts = self.parts
         if parts is None:
             parts = [self._chunk_view(core, chunk) for chunk in range(self.num_chunks)]
-            self._set(parts=parts)
+            self.parts = parts
         return parts
 
     def _chunk_view(self, core: Any, chunk: int) -> Any:

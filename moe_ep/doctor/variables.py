@@ -229,6 +229,10 @@ RULES = {
         "ranks of a host share memory by file descriptors (fd), else by CUDA IPC (ipc)",
         one_of("auto", "fd", "ipc", any_case=False),
     ),
+    "MOE_EP_LOW_LATENCY_FORM": Rule(
+        "rows of low-latency mode go to other hosts in this form",
+        one_of("layered", "slots", any_case=False),
+    ),
     "MOE_EP_TIMEOUT_S": Rule("it bounds every wait for a peer", positive_seconds),
     "MOE_EP_STATISTICS": Rule("statistics are collected from the start", one_of("0", "1")),
     "MOE_EP_NVTX": Rule("dispatch and combine show in profiles", one_of("0", "1")),

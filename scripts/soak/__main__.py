@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ def main(argv: list[str]) -> int:
     options = soak_options.parse(argv)
     from soak import driver, report
 
+    # As timeout(1) ends a call: the ranks and their MPS server end with it, a later call goes on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     soak = driver.Soak(options)
     problem = soak.mismatch()
     if options.report_only and not soak.file.exists():

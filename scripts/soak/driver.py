@@ -3,7 +3,8 @@
 Everything is in the state folder, so that a later call goes on:
 
 state.json             settings, seconds used, stretches so far
-disturbed/, alone/     of each training: metrics.jsonl, checkpoints, and logs of every stretch
+disturbed/, alone/     of each training: metrics.jsonl, logs of every stretch, and checkpoints until
+                       it is done
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -128,6 +130,7 @@ class Soak:
         self.state["stretches"].append(stretch | {"end": reason})
         if reason == "call":
             return True
+        shutil.rmtree(self.folder / phase / "checkpoints")  # nothing goes on from them
         if phase == PHASES[0]:
             self.state["steps"] = ended[-1]["step"]
         self.state["phase"] = PHASES[1] if phase == PHASES[0] else "done"

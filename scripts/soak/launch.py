@@ -65,11 +65,12 @@ def with_mps(num_ranks: int, plan: Path, output: Path, deadline: float) -> int:
     try:
         return process.wait(max(deadline - time.monotonic(), 0.1))
     except subprocess.TimeoutExpired:
-        process.terminate()  # it then ends its ranks and its MPS server
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
         return _STOPPED
     finally:
+        if process.poll() is None:
+            process.terminate()  # it then ends its ranks and its MPS server
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -37,8 +37,9 @@ class Stretch:
 
 @dataclass
 class Findings:
-    """The report: what was counted, and what holds."""
+    """The report: what was counted, and what holds. over: nothing more is to come."""
 
+    over: bool = True
     figures: dict[str, Any] = field(default_factory=dict)
     verdicts: list[dict[str, Any]] = field(default_factory=list)
 
@@ -50,8 +51,9 @@ class Findings:
         return all(verdict["holds"] for verdict in self.verdicts)
 
     def text(self) -> str:
+        failed = "FAIL" if self.over else "not "
         lines = [
-            f"{'ok  ' if verdict['holds'] else 'FAIL'} {verdict['name']:<9} {verdict['text']}"
+            f"{'ok  ' if verdict['holds'] else failed} {verdict['name']:<9} {verdict['text']}"
             for verdict in self.verdicts
         ]
         return "\n".join(lines)
@@ -73,7 +75,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Stretch]]:
 
 def judge(state: dict[str, Any], stretches: list[Stretch]) -> Findings:
     """Everything the soak is for, one verdict each."""
-    found = Findings()
+    found = Findings(over=state["phase"] not in PHASES)
     found.figures = {
         "settings": state["settings"],
         "steps": state["steps"],
@@ -81,10 +83,11 @@ def judge(state: dict[str, Any], stretches: list[Stretch]) -> Findings:
         "stretches": state["stretches"],
     }
     done = state["phase"] == "done"
-    what = f"{state['steps']} steps, {len(stretches)} launches, {state['seconds']:.0f} s"
-    found.judge("finished", done, what if done else f"{what}; so far, {state['phase']}")
-    if state["phase"] in PHASES:
-        return found  # the rest is to come
+    what = f"{len(stretches)} launches, {state['seconds']:.0f} s"
+    text = f"{state['steps']} steps, {what}" if done else f"{what}; {state['phase']}"
+    found.judge("finished", done, text)
+    if not found.over:
+        return found
     _judge_faults(found, state["settings"], stretches)
     _judge_losses(found, stretches)
     _judge_rows(found, stretches)

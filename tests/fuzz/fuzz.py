@@ -5,6 +5,7 @@ examples
   bash scripts/fuzz.sh                                  fresh programs, reference backend
   bash scripts/fuzz.sh --operations 100000              more of them
   bash scripts/fuzz.sh --save programs.json --backend cuda    make programs, run nothing
+  bash scripts/fuzz.sh --save programs.json --ranks 2,4       of two and of four ranks only
   bash scripts/fuzz.sh --replay programs.json           run them: needs no hypothesis
   bash scripts/fuzz.sh --backend cuda                   on one GPU that the ranks share under MPS"""
 
@@ -19,10 +20,10 @@ from pathlib import Path
 from fuzz_pool import RankPool
 from fuzz_steps import Program
 
-_OPERATIONS_PER_PROGRAM = 25  # a little less than programs have on average
+_OPERATIONS_PER_PROGRAM = 40  # on average
 _BATCH = 60  # programs of one seed
 RANKS = (2, 1, 2, 1, 2, 3, 2, 4)
-"""From which a program's number of ranks is drawn."""
+"""From which a program's number of ranks is drawn, unless --ranks says else."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--backend", choices=("reference", "cuda"), default="reference")
     add("--operations", type=int, default=10000, help="about how many (default: %(default)s)")
     add("--seed", type=int, help="of the first programs; CI's is 0 (default: a fresh one)")
+    add("--ranks", type=_ranks, default=RANKS, metavar="R[,...]", help="of a program, at random")
     add("--save", type=Path, metavar="FILE", help="write the programs, run nothing")
     add("--replay", type=Path, metavar="FILE", help="run the programs of a file, one a line")
     add("--shrink", action="store_true", help="after a failure look for a smaller program, minutes")
@@ -51,11 +53,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"fuzz: --seed {options.seed}", flush=True)
     if options.save is not None:
         count = max(options.operations // _OPERATIONS_PER_PROGRAM, 1)
-        run_programs(options.backend, RANKS, count, programs.append, options.seed)
+        run_programs(options.backend, options.ranks, count, programs.append, options.seed)
         options.save.write_text("".join(f"{p.to_json()}\n" for p in programs))
         print(f"fuzz: {len(programs)} programs written to {options.save}")
         return 0
-    with RankPool(max(RANKS), options.backend, options.limit) as pool:
+    replayed = []
+    if options.replay is not None:
+        lines = options.replay.read_text().splitlines()
+        replayed = [(Program.from_json(line), line) for line in lines]
+    wanted = [program.layout.ranks for program, _ in replayed] or options.ranks
+    with RankPool(max(wanted), options.backend, options.limit) as pool:
 
         def run(program: Program) -> None:
             nonlocal operations
@@ -65,12 +72,12 @@ def main(arguments: list[str] | None = None) -> int:
         if options.replay is None:
             seed = options.seed
             while operations < options.operations:
-                run_programs(options.backend, RANKS, _BATCH, run, seed, options.shrink)
+                run_programs(options.backend, options.ranks, _BATCH, run, seed, options.shrink)
                 seed += 1
         else:
-            for line in options.replay.read_text().splitlines():
+            for program, line in replayed:
                 try:
-                    run(Program.from_json(line))
+                    run(program)
                 except AssertionError:
                     print(f"fuzz: the program: {line}", flush=True)
                     raise
@@ -83,6 +90,13 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print(f"fuzz: {json.dumps(summary)}")
     return 0
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    ranks = tuple(int(part) for part in text.split(","))
+    if not set(ranks) <= set(RANKS):
+        raise argparse.ArgumentTypeError(f"{text!r}: programs are of 1 to {max(RANKS)} ranks")
+    return ranks
 
 
 if __name__ == "__main__":

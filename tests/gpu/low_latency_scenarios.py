@@ -21,6 +21,7 @@ import low_latency_order
 from low_latency_cases import Case, check_case, make_buffer, make_inputs, send, send_back
 
 from moe_ep import BrokenError, Buffer, OrderError, PeerError, PeerTimeoutError
+from moe_ep.layout import Timeouts
 
 NUM_SMS = 8
 _LARGE = [
@@ -325,11 +326,13 @@ def check_other_shape(rank: int) -> str:
 
 def check_dead_peer(rank: int, verb: str) -> str:
     """Case 9: the last rank is killed before a dispatch, or between one and the combine."""
-    prepare(2)
+    prepare()
     buffer, case = make_buffer([Case()]), Case(mode="plain")
     flight = send(buffer, case, 1, "cuda")
     torch.cuda.synchronize()
     dist.barrier()
+    assert buffer._low_latency is not None
+    buffer._low_latency._timeouts = Timeouts(first_s=2.0, steady_s=2.0)  # not of the set-up
     if rank == buffer.group_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()

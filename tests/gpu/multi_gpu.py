@@ -2,7 +2,7 @@
 
 Every step has its own time limit, and what it found is kept whatever happens afterwards. The exit
 status is 0 if all that was asked for ran, passed and met its goals, 1 if not, 2 if it can't run
-here.
+here. A rehearsal (--shared) has no goals to meet: its peers are not real.
 """
 
 from __future__ import annotations
@@ -11,23 +11,31 @@ import argparse
 import importlib.util
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import record
+from multi_gpu_report import goals, tables
 from run_all import DEEPSEEK, MIXTRAL, condensed, missing, run_limited, versions
 
 WORK = record.ROOT / "build" / "multi_gpu"
-TESTS = ("exchange", "cases", "buffer", "low_latency", "memory::test_fresh_objects")
-TESTS += ("megatron", "faults", "training", "internode")
-SMS = (16, 24, 8, 32, 64)  # the most telling first
+TESTS = ("exchange", "training", "buffer", "low_latency", "internode", "faults")
+TESTS += ("internode_training", "megatron", "memory::test_fresh_objects")
+ALONE = ("cases",)  # with nothing beside them
+QUICK_TESTS = ("exchange::test_case_12_token_counts", "buffer::test_large_rows")
+TESTS_AT_ONCE = 4
+SMS = (16, 24, 8, 32, 64)
 TOKENS = (4096, 8192)
-END_S = 10  # for the last words
+MODELS = {"deepseek": DEEPSEEK, "mixtral": MIXTRAL}
+END_S = 35  # to stop a command, and for the last words
 LEAST_S = 15  # a command is not begun with less time than this
 
 
@@ -37,9 +45,9 @@ def arguments() -> argparse.Namespace:
     add("--gpus", type=int, help="ranks, one per GPU (default: all GPUs there are)")
     add("--shared", type=int, metavar="N", help="a rehearsal: N ranks on one GPU, under MPS")
     add("--only", default=",".join(STEPS), metavar="STEP[,...]", help=f"of {', '.join(STEPS)}")
-    add("--quick", action="store_true", help="16 SMs and 4096 tokens only")
+    add("--quick", action="store_true", help="a little of every step")
     add("--limit", type=float, default=590.0, help="seconds for everything (default: 590)")
-    add("--out", type=Path, default=WORK, metavar="FOLDER", help=f"for {REPORT} and the logs")
+    add("--out", type=Path, default=WORK, metavar="FOLDER", help=f"for {REPORT}, {TABLES} and logs")
     options = parser.parse_args()
     options.only = options.only.split(",")
     for step in options.only:
@@ -74,13 +82,17 @@ class Session:
         if limit_s < LEAST_S:
             self.problem(f"{name}: no time left of --limit {self.options.limit:g} s")
             return None
-        log = self.options.out / f"{name.split()[0]}.log"
+        log = self.options.out / (re.sub(r"\W+", "_", name) + ".log")
         begin = time.monotonic()
         with log.open("a") as output:
             output.write(f"\n== {name}\n{' '.join(command)}\n")
             output.flush()
             start = output.tell()
-            status = run_limited(command, output, limit_s)
+            try:
+                status = run_limited(command, output, limit_s)
+            except OSError as error:  # such as a program that was not built
+                self.problem(f"{name}: {error}")
+                return None
         text = log.read_bytes()[start:].decode(errors="replace")
         print(f"== {name}: {time.monotonic() - begin:.0f} s", flush=True)
         if status == 0:
@@ -97,16 +109,16 @@ class Session:
         self.report["steps"][step] = value
         (self.options.out / REPORT).write_text(json.dumps(self.report, indent=1) + "\n")
 
-    def on_ranks(self, *command: str) -> list[str]:
-        """The command on every rank."""
-        python = [sys.executable, *command]
+    def on_ranks(self, module: str, *arguments: str) -> list[str]:
+        """The module on every rank."""
+        python, module_flags = sys.executable, ["-m", module, *arguments]
         if self.options.shared:
-            return ["scripts/with_mps.sh", str(self.ranks), *python]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        return [*launcher, "--nproc-per-node", str(self.ranks), "--", *command]
+            return ["bash", "scripts/with_mps.sh", str(self.ranks), python, *module_flags]
+        launcher = [python, "-m", "torch.distributed.run", "--standalone"]
+        return [*launcher, "--nproc-per-node", str(self.ranks), *module_flags]
 
     def num_sms(self) -> list[int]:
-        """SMs per rank that can be resident together."""
+        """SMs per rank that can be resident together, the most telling first."""
         most = 132 // self.ranks if self.options.shared else max(SMS)
         fitting = [sms for sms in SMS if sms <= most] or [most]
         return fitting[:1] if self.options.quick else fitting
@@ -132,11 +144,10 @@ def build(session: Session) -> None:
 
 def topology(session: Session) -> None:
     shown = {}
-    for name, words in (
-        ("links", "topo -m"),
-        ("nvlink", "nvlink --status"),
-        ("peers", "topo -p2p r"),
-    ):
+    queries = {"links": "topo -m"}
+    if not session.options.shared:
+        queries |= {"nvlink": "nvlink --status", "peers": "topo -p2p r"}
+    for name, words in queries.items():
         shown[name] = session.run(f"topology {name}", ["nvidia-smi", *words.split()], 30)
     session.keep("topology", shown)
     print(shown["links"], flush=True)
@@ -160,36 +171,59 @@ def bandwidth(session: Session) -> None:
 
 def tests(session: Session) -> None:
     """Of every file what it found: a fault in one does not hide the others."""
-    found = {}
-    for name in TESTS:
+
+    def run(name: str, mark: str) -> str | None:
         file, _, test = name.partition("::")
         path = f"tests/gpu/test_gpu_{file}.py" + (f"::{test}" if test else "")
-        command = [sys.executable, "-m", "pytest", path, "-q", "--no-header", "-x"]
-        text = session.run(f"tests {file}", [*command, "-p", "no:cacheprovider"], 120)
-        found[name] = None if text is None else text.strip().splitlines()[-1]
-        session.keep("tests", found)
+        words = f"-m pytest {path} -q --no-header --tb=short -x -p no:cacheprovider"
+        command = [sys.executable, *words.split(), "-m", mark]
+        text = session.run(f"tests {file} ({mark})", command, 180)
+        return None if text is None else text.strip().splitlines()[-1]
+
+    quick = session.options.quick
+    names = QUICK_TESTS if quick else TESTS
+    with ThreadPoolExecutor(TESTS_AT_ONCE) as pool:
+        found = pool.map(lambda name: run(name, "not alone"), names)
+    session.keep("tests", dict(zip(names, found, strict=True)))
+    if not quick:
+        more = {f"{name}, alone": run(name, "alone") for name in ALONE}
+        session.keep("tests", session.report["steps"]["tests"] | more)
 
 
 def bench(session: Session) -> None:
-    """Both models; dispatch and combine by SMs and tokens, beside NCCL and Megatron's permute."""
-    megatron = ["--peer", "megatron"] if importlib.util.find_spec("megatron") else []
+    """Both models beside NCCL and Megatron's permute, and both numbers of tokens."""
+    tokens = TOKENS[:1] if session.options.quick else TOKENS
+    peers = ["--peer", "megatron"] if importlib.util.find_spec("megatron") else []
+    _sweep(session, "bench", session.num_sms()[:1], tokens, peers)
+
+
+def other_sms(session: Session) -> None:
+    """The same with other numbers of SMs, without peers."""
+    if session.num_sms()[1:]:
+        _sweep(session, "other_sms", session.num_sms()[1:], TOKENS[:1], [])
+
+
+def _sweep(
+    session: Session, step: str, num_sms: list[int], tokens: tuple[int, ...], peers: list[str]
+) -> None:
     kept: list[Any] = []
-    tokens = ",".join(map(str, TOKENS[:1] if session.options.quick else TOKENS))
-    for sms in session.num_sms():
-        for model, shape in (("deepseek", DEEPSEEK), ("mixtral", MIXTRAL)):
-            peers = megatron if sms == session.num_sms()[0] else []
-            dtypes = "bf16,fp8_e4m3" if model == "deepseek" else "bf16"
-            words = f"bench --backend cuda --tokens {tokens} --iterations 20 --num-sms {sms}"
-            flags = [*words.split(), *shape.split(), "--dtype", dtypes, *peers]
-            report = _benchmark(session, f"bench {model}, {sms} SMs", flags)
-            if report is not None:
-                kept.append({"model": model, "num_sms": sms, "report": report})
-                session.keep("bench", kept)
+    for model, shape in MODELS.items():
+        words = f"bench --backend cuda --iterations 20 --dtype bf16,fp8_e4m3 {shape}"
+        flags = ["--num-sms", _joined(num_sms), "--tokens", _joined(tokens), *peers]
+        report = _benchmark(session, f"{step} {model}", [*words.split(), *flags])
+        if report is not None:
+            kept.append({"model": model, "report": report})
+            session.keep(step, kept)
+
+
+def _joined(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def low_latency(session: Session) -> None:
-    words = "bench --mode low_latency --backend cuda --tokens 128 --hidden 7168 --top-k 8"
-    words += f" --experts 256 --dtype fp8_e4m3 --iterations 200 --num-sms {session.num_sms()[-1]}"
+    iterations = 50 if session.options.quick else 200
+    words = "bench --mode low_latency --backend cuda --tokens 128 --dtype fp8_e4m3"
+    words += f" --iterations {iterations} --num-sms {max(session.num_sms())} {DEEPSEEK}"
     report = _benchmark(session, "low_latency deepseek", words.split())
     if report is not None:
         session.keep("low_latency", report)
@@ -198,8 +232,8 @@ def low_latency(session: Session) -> None:
 def _benchmark(session: Session, name: str, flags: list[str]) -> Any:
     file = session.options.out / "bench.json"
     file.unlink(missing_ok=True)
-    command = session.on_ranks("-m", "moe_ep", *flags, "--json", str(file))
-    text = session.run(name, command, 120)
+    command = session.on_ranks("moe_ep", *flags, "--json", str(file.absolute()))
+    text = session.run(name, command, 150)
     if text is not None:
         print(text, flush=True)
     return condensed(json.loads(file.read_text())) if file.exists() else None
@@ -209,16 +243,17 @@ def training(session: Session) -> None:
     """Steps of a small Mixtral, its experts over all ranks: ms a step, the first ones left out."""
     times = {}
     ranks = str(session.ranks)
+    model, steps = ("tiny", 8) if session.options.quick else ("small", 30)
     for dispatcher in ("deepep", "alltoall"):
-        out = session.options.out / f"training_{dispatcher}"
-        flags = f"--model small --device cuda --nproc {ranks} --ep {ranks} --dtype bf16 --steps 30"
-        flags += f" --micro-batch 4 --global-batch {4 * session.ranks} --eval-every 0"
+        out = (session.options.out / f"training_{dispatcher}").absolute()
+        flags = f"--model {model} --steps {steps} --device cuda --nproc {ranks} --ep {ranks}"
+        flags += f" --dtype bf16 --micro-batch 4 --global-batch {4 * session.ranks} --eval-every 0"
         command = [sys.executable, "scripts/train_mixtral.py", *flags.split()]
         command += ["--dispatcher", dispatcher, "--out", str(out)]
         if session.run(f"training {dispatcher}", command, 100) is None:
             continue
-        steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        times[dispatcher] = median(step["step_ms"] for step in steps[10:])
+        found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        times[dispatcher] = median(step["step_ms"] for step in found[steps // 3 :])
     session.keep("training", times)
     print(times, flush=True)
 
@@ -228,52 +263,12 @@ STEPS: dict[str, Callable[[Session], None]] = {
     "topology": topology,
     "bandwidth": bandwidth,
     "bench": bench,
+    "tests": tests,
     "low_latency": low_latency,
     "training": training,
-    "tests": tests,
+    "other_sms": other_sms,
 }
-REPORT = "multi_gpu.json"
-
-
-# -- goals ----------------------------------------------------------------------------------------
-
-
-def goals(report: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(what, measured, allowed): lower is better in all of them. Only what was measured."""
-    steps, found = report["steps"], []
-    push = steps.get("bandwidth", {}).get("deepseek", {}).get("push", {})
-    for entry in steps.get("bench", []):
-        for run in entry["report"]["runs"]:
-            found += _goals_of_run(entry, run, push)
-    for run in steps.get("low_latency", {}).get("runs", []):
-        limits = {"dispatch": 40.0, "combine": 65.0} if report.get("ranks") == 8 else {}
-        for timing in run["timings"]:
-            if timing["name"] in limits and timing["graph_us"] is not None:
-                what = f"low latency, {timing['name']}, us"
-                found.append((what, timing["graph_us"]["median"], limits[timing["name"]]))
-    times = steps.get("training", {})
-    if len(times) == 2:
-        found.append(
-            ("training step, deepep over alltoall", times["deepep"] / times["alltoall"], 1.0)
-        )
-    return found
-
-
-def _goals_of_run(entry: dict[str, Any], run: Any, push: Any) -> list[tuple[str, float, float]]:
-    timings = {t["name"]: t for t in run["timings"] if t["error"] is None}
-    sms, dtype = str(entry["num_sms"]), run["layout"]["dispatch"]["dtype"]
-    what = f"{entry['model']} {dtype}, {run['tokens']} tokens, {sms} SMs"
-    found = []
-    for verb in ("dispatch, cached", "combine"):
-        timing = timings.get(verb)
-        if timing and timing["link_bytes"] and sms in push and sms in ("16", "24"):
-            rate = timing["link_bytes"] / timing["median_us"] / 1e3
-            found.append((f"{what}: peer-write rate over {verb}'s", push[sms] / rate, 1 / 0.75))
-    if entry["model"] == "deepseek" and run["tokens"] == 4096:
-        verb, limit_us = ("dispatch", 450.0) if dtype != "bf16" else ("combine", 900.0)
-        if verb in timings:
-            found.append((f"{what}: {verb}, us", timings[verb]["median_us"], limit_us))
-    return found
+REPORT, TABLES = "multi_gpu.json", "multi_gpu.txt"
 
 
 def main() -> int:
@@ -290,17 +285,26 @@ def main() -> int:
     if lacking:
         print("bench_multi_gpu.sh cannot run here: " + "; ".join(lacking), file=sys.stderr)
         return 2
+    # As timeout(1) ends a call: what was started ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     session = Session(options)
     for name in options.only:
         STEPS[name](session)
+        if name == "build" and name not in session.report["steps"]:
+            break  # whatever module there is, it is not of these sources
+    lines = [tables(session.report)]
     missed = []
-    for what, measured, allowed in goals(session.report):
+    for what, measured, allowed in [] if options.shared else goals(session.report):
         met = "met" if measured <= allowed else "MISSED"
-        print(f"{met:6}  {what}: {measured:.4g} (at most {allowed:.4g})")
+        lines.append(f"{met:6}  {what}: {measured:.4g} (at most {allowed:.4g})")
         missed += [what] if measured > allowed else []
+    lines += [f"problem {text.partition(': ')[0]}" for text in session.report["problems"]]
     session.report["missed"] = missed
     session.keep("end", time.strftime("%Y-%m-%d %H:%M"))
+    (options.out / TABLES).write_text("\n".join(lines) + "\n")
+    print("\n".join(lines), flush=True)
     return 1 if session.report["problems"] or missed else 0
 
 

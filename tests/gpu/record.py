@@ -76,9 +76,9 @@ def problems(record: Any, sources: str) -> list[str]:
     for key, kind in (("bench", list), ("not_run", dict)):
         if not isinstance(record.get(key), kind):
             found.append(f"{key!r} must be a {kind.__name__}; {again}")
-    for step in ("build", "tests"):
-        if step in (record.get("not_run") or {}):
-            found.append(f"{step}: {record['not_run'][step]}; {again}")
+    for step, reason in (record.get("not_run") or {}).items():
+        if step.split()[0] in ("build", "tests"):
+            found.append(f"{step}: {reason}; {again}")
     tests = record.get("tests")
     if not isinstance(tests, dict) or any(not isinstance(tests.get(k), int) for k in _COUNTS):
         found.append(f"'tests' must hold numbers of {', '.join(_COUNTS)}; {again}")

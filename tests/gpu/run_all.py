@@ -30,6 +30,9 @@ WORK = record.ROOT / "build" / "gpu"
 TESTS = "tests/gpu"
 STEPS = ("build", "tests", "bench")
 LIMITS_S = {"build": 420, "tests": 540, "bench": 150}
+# With pytest-xdist, files of tests run at once, each worker's ranks under an MPS server of its own.
+AT_ONCE = ["-n", "6", "--dist", "loadfile"]
+NO_TESTS = 5  # pytest's exit status where a selection is empty
 END_S = 40  # an interrupted step may take this long to stop its ranks and its MPS server
 LEAST_S = 20  # a step is not begun with less time than this
 
@@ -195,15 +198,25 @@ class Run:
         return True
 
     def tests(self) -> None:
-        file = WORK / "tests.xml"
-        file.unlink(missing_ok=True)
         part = self.options.tests.split(",") if self.options.tests else None
+        at_once = AT_ONCE if importlib.util.find_spec("xdist") is not None else []
         command = [sys.executable, "-m", "pytest", *(part or [TESTS]), "-q", "--no-header"]
-        command += ["--durations=8", "-p", "no:cacheprovider", f"--junitxml={file}"]
+        command += ["--durations=8", "-p", "no:cacheprovider"]
         self.state["tests"] = None
-        self.step("tests", command, LIMITS_S["tests"])
-        if file.exists():  # an interrupted run writes it too
-            self.state["tests"] = counts(file) | ({"only": part} if part else {})
+        found: list[dict[str, int]] = []
+        for name, options in (
+            ("tests", ["-m", "not alone", *at_once]),
+            ("tests that need the GPU alone", ["-m", "alone"]),
+        ):
+            file = WORK / "tests.xml"
+            file.unlink(missing_ok=True)
+            whole = [*command, *options, f"--junitxml={file}"]
+            self.step(name, whole, LIMITS_S["tests"], fine=(0, NO_TESTS))
+            if file.exists():  # an interrupted run writes it too
+                found.append(counts(file))
+        if found:
+            total = {key: sum(each[key] for each in found) for key in found[0]}
+            self.state["tests"] = total | ({"only": part} if part else {})
         self.save()
         print(f"tests: {self.state['tests']}", flush=True)
 
@@ -244,8 +257,14 @@ class Run:
 
     # -- one command ------------------------------------------------------------------------------
 
-    def step(self, name: str, command: list[str], limit_s: float) -> str | None:
-        """Runs it with its output in a log; returns what went wrong, and notes it in the record."""
+    def step(
+        self, name: str, command: list[str], limit_s: float, fine: tuple[int, ...] = (0,)
+    ) -> str | None:
+        """Runs it with its output in a log; returns what went wrong, and notes it in the record.
+
+        Args:
+            fine: exit statuses of a command that did what it should.
+        """
         limit_s = min(limit_s, self.ends - time.monotonic() - END_S)
         if limit_s < LEAST_S:
             problem = f"no time left of --limit {self.options.limit:g}"
@@ -265,7 +284,7 @@ class Run:
         problem = None
         if status is None:
             problem = f"stopped at its limit of {limit_s:.0f} s"
-        elif status != 0:
+        elif status not in fine:
             problem = f"exit status {status} after {seconds:.0f} s"
         if problem is None:
             self.state["not_run"].pop(name, None)
@@ -307,16 +326,14 @@ def run_limited(command: list[str], output: Any, limit_s: float) -> int | None:
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        # First the polite way: pytest then writes its report, with_mps.sh stops its MPS server.
-        for number, seconds in ((signal.SIGINT, END_S / 2), (signal.SIGTERM, END_S / 4)):
-            os.killpg(process.pid, number)
-            try:
-                process.wait(seconds)
-                break
-            except subprocess.TimeoutExpired:
-                continue
         return None
     finally:
+        # First the polite way: pytest then writes its report, with_mps.sh stops its MPS server.
+        for number, seconds in ((signal.SIGINT, END_S / 2), (signal.SIGTERM, END_S / 4)):
+            if process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                    os.killpg(process.pid, number)
+                    process.wait(seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -80,7 +80,7 @@ def plant_fault() -> None:
     backend = scenarios.make_backend(case)
     x, idx, probs = scenarios.make_inputs(case)
     plan = backend.prepare(idx, case.call())
-    plan._set(rows=plan.num_rows - 1)
+    plan.rows = plan.num_rows - 1
     backend.dispatch(plan, x, probs, case.call())
     torch.cuda.synchronize()
 

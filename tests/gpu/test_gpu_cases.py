@@ -9,6 +9,8 @@ from mps import MpsServer
 
 from moe_ep.testing import run_ranks
 
+pytestmark = pytest.mark.alone
+
 FOUR_RANKS = ["case_01_uneven_tokens", "case_26_sum_in_fp32", "case_53_no_nccl"]
 TWO_RANKS = [
     "case_02_all_tokens_to_one_rank",

@@ -79,6 +79,7 @@ def test_case_8_long_enough() -> None:
     assert late[2][0] < 0.5e9
 
 
+@pytest.mark.alone
 def test_lifecycle() -> None:
     """A hundred constructions by eight ranks; each would leave megabytes if it left anything."""
     left = run_ranks(fault_scenarios.check_lifecycle, 8, 100, limit_s=240)

@@ -77,6 +77,7 @@ def test_both_reasons_are_told() -> None:
         assert "fd: rank 0 cannot map the memory of rank 1: cuMemImportFromShareableHandle" in told
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", memory_scenarios.KINDS)
 def test_constructions_leave_nothing(kind: str) -> None:
     for left, fds in run_ranks(memory_scenarios.check_lifecycle, 2, kind, 50, limit_s=240):

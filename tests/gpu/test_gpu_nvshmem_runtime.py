@@ -17,6 +17,7 @@ _BUILT = any(Path(moe_ep.__path__[0]).glob("_C_nvshmem*.so"))
 pytestmark = pytest.mark.skipif(not _BUILT, reason="moe_ep/_C_nvshmem is not built")
 
 
+@pytest.mark.alone
 def test_hundred_starts_in_a_row() -> None:
     """At eight ranks. NVSHMEM 3.4.5 itself leaves 1.7 MB a rank and start; its heap is 512 MB."""
     for found in run_ranks(scenarios.check_starts, 8, 100, limit_s=180):

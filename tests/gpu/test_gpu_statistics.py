@@ -11,6 +11,8 @@ from mps import MpsServer
 
 from moe_ep.testing import run_ranks
 
+pytestmark = pytest.mark.alone
+
 CHECKS = ["rows, bytes and times", "with exact_combine", "waits", "static shapes"]
 
 

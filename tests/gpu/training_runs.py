@@ -16,14 +16,20 @@ from typing import Any
 import torch
 
 from mixtral import cli, megatron_run
+from moe_ep.integrations.megatron.integration import MegatronIntegration
 
 
 class MeasuredTraining(megatron_run.Training):
-    """Adds to each step's record what torch holds of the GPU's memory after it."""
+    """Adds to each step's record what torch holds of the GPU's memory after it, and the rows that
+    this rank has put to other hosts since the start."""
 
     def _train_step(self) -> dict[str, Any]:
         record = super()._train_step()
         record["allocated_bytes"] = torch.cuda.memory_allocated()
+        installed = MegatronIntegration.installed()
+        for ep in installed.pool if installed is not None else ():
+            if ep.backend.name == "nvshmem":
+                record["border_rows"] = ep.backend.border().rows
         return record
 
 

@@ -62,6 +62,9 @@ def test_layouts() -> None:
     for layout in found:
         assert (layout.model.top_k, layout.parallel.expert) == (3, 4)
         assert layout.dispatch.exact_combine and layout.dispatch.num_sms == 7
+    found = options.layouts(parsed("--num-sms", "16,8", "--tokens", "4,2"), 2)
+    order = [(layout.dispatch.num_sms, layout.tokens_per_rank) for layout in found]
+    assert order == [(16, 4), (16, 2), (8, 4), (8, 2)]
     (plain,) = options.layouts(parsed(), 16)
     assert (plain.tokens_per_rank, plain.model.num_experts, plain.backend) == (4096, 16, "auto")
     assert not plain.dispatch.exact_combine

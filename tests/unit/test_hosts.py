@@ -149,3 +149,16 @@ def test_numbers_in_the_environment(monkeypatch: pytest.MonkeyPatch, name: str) 
         monkeypatch.setenv(name, text)
         with pytest.raises(ValueError, match=re.escape(f"{name}={text!r}")):
             read()
+
+
+def test_form_of_low_latency_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_ep import env
+
+    monkeypatch.delenv(env.LOW_LATENCY_FORM, raising=False)
+    assert env.low_latency_form() == "layered"
+    for form in ("layered", "slots"):
+        monkeypatch.setenv(env.LOW_LATENCY_FORM, form)
+        assert env.low_latency_form() == form
+    monkeypatch.setenv(env.LOW_LATENCY_FORM, "Layered")
+    with pytest.raises(ValueError, match="MOE_EP_LOW_LATENCY_FORM='Layered' is neither"):
+        env.low_latency_form()

@@ -15,6 +15,7 @@ from moe_ep.low_latency import LowLatencyVerbs
 
 LINE_BYTES = 128  # of the L2 cache
 DATA = ("rows", "routes", "order", "expert_out")
+HOST_WORDS = ("messages", "arrived", "arrived_host")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,8 @@ def regions(shape: Shape, at: dict[str, int], kind: str) -> list[tuple[str, int,
             (f"senders_{i}", at[f"senders_{i}"], ranks * 8),
             (f"blocks_{i}", at[f"blocks_{i}"], ranks * base._MAX_BLOCKS * 8),
             (f"received_{i}", at[f"received_{i}"], ranks * base._MAX_BLOCKS * 8),
+            (f"counts_out_{i}", at[f"counts_out_{i}"], experts * 8),
+            *((f"{name}_{i}", at[f"{name}_{i}"], ranks * 8) for name in HOST_WORDS),
             (f"rows_{i}", at[f"rows_{i}"], staged if kind == "dispatch" else returned),
             (f"expert_out_{i}", at[f"expert_out_{i}"], experts * tokens * hidden * 2),
         ]
@@ -104,28 +107,67 @@ def test_operations_of_different_shapes_use_different_memory(ask: Ask) -> None:
         for one, other in itertools.pairwise(order):
             assert max(one) <= min(other)
         assert max(order[-1]) <= num_bytes
-        for name in ("counts", "places", "senders", "blocks", "received", "rows", "expert_out"):
+        words = ("counts", "counts_out", "places", "senders", "blocks", "received", *HOST_WORDS)
+        for name in (*words, "rows", "expert_out", "returning"):
             for i in range(2):
                 assert len({at[f"{name}_{i}"] for at in answers}) == 1
 
 
 def test_sizes_worked_by_hand(ask: Ask) -> None:
-    """Marks 4096; per buffer 2 x 2048 + 64 + 2 x 64 x 255 words of 8 bytes; 64 words; then four
+    """Marks 4096; per buffer 3 x 2048 + 4 x 64 + 2 x 64 x 255 words of 8 bytes; 64 words; then four
     times the expert rows."""
-    signals = 4096 + 2 * 294400 + 512
+    signals = 4096 + 2 * 312320 + 512
     few = ask([question((8, 32, 8, 4096, 1024), 0)])[0]
     # 32 x 1024 rows of 8192 bytes are 268435456. Four times that: 1073741824.
-    assert few["signal_bytes"] == signals == 593408
-    assert few["total"] == 593408 + 1073741824 == 1074335232
-    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(1024, 4096, 8, 32) == 1074335232
+    assert few["signal_bytes"] == signals == 629248
+    assert few["total"] == 629248 + 1073741824 == 1074371072
+    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(1024, 4096, 8, 32) == 1074371072
     many = ask([question((8, 256, 8, 7168, 128), 0)])[0]
     # 256 x 128 rows of 14336 bytes are 469762048. Four times that: 1879048192.
-    assert many["total"] == 593408 + 1879048192 == 1879641600
-    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 1879641600
+    assert many["total"] == 629248 + 1879048192 == 1879677440
+    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 1879677440
     one = ask([question((1, 1, 1, 8, 100), 0)])[0]
-    # 100 rows of 16 bytes, aligned to 256: 1792; 100 routes of 8 after it, aligned: 2816; 100
-    # indices of 4 after it, aligned: 3328.
-    assert one["total"] == 593408 + 4 * 3328
+    # 100 rows of 16 bytes, 100 routes of 8 and 100 indices of 4, each aligned to 256: 1792 + 1024 +
+    # 512; once more the routes of one rank.
+    assert one["total"] == 629248 + 4 * 4352
+    # On up to four hosts, rows of 16 bytes: a stage for each, 4 x (256 + 256 + 256), beats 4 x 2
+    # rows.
+    small = ask([question((4, 4, 4, 8, 2), 0)])[0]
+    assert small["total"] == 629248 + 4 * 3072
+
+
+def test_other_hosts_have_places_of_their_own(ask: Ask) -> None:
+    """What any two ranks put never meets, in either form, and fits the part of a buffer."""
+    generator = random.Random(75)
+    for _ in range(300):
+        per_host, num_hosts = generator.choice([1, 2, 3, 4, 8]), generator.randint(2, 8)
+        ranks = per_host * num_hosts
+        local, hidden = generator.randint(1, 9), 8 * generator.randint(1, 40)
+        tokens, me = generator.randint(1, 40), generator.randrange(ranks)
+        asked = f"hosts {ranks} {per_host} {local * ranks} {hidden} {tokens} {me}"
+        at = ask([asked])[0]
+        far = [(me // per_host * per_host + per_host + i) % ranks for i in range(ranks - per_host)]
+        assert at["far"] == [[rank, i] for i, rank in enumerate(far)]
+        for form in ({"own", "inbox"}, {"own", "slots", "routes"}):
+            taken = sorted(r[2:] + r[:2] for r in at["regions"] if r[0] in form)
+            senders = {r[1] for r in at["regions"] if r[0] in form - {"own"}}
+            rail = {h * per_host + me % per_host for h in range(num_hosts)} - {me}
+            assert senders == (rail if "inbox" in form else set(far))
+            assert taken[0] == [0, taken[0][1], "own", me]
+            for (begin, length, *_), (after, *_) in itertools.pairwise(taken):
+                assert begin + length <= after, asked
+            assert taken[-1][0] + taken[-1][1] <= at["part"], asked
+
+
+def test_rows_on_their_way_out_follow_all_else(ask: Ask) -> None:
+    shape: Shape = (4, 16, 4, 64, 20)
+    num_bytes = ask([question(shape, 0)])[0]["total"] + 1000
+    at = ask([question(shape, num_bytes)])[0]
+    length = 16 * 20 * 128  # all rows of a rank's experts
+    assert at["returning_0"] >= at["expert_out_1"] + length
+    assert at["returning_1"] >= at["returning_0"] + length
+    assert at["hosts_bytes"] >= at["returning_1"] + length
+    assert at["hosts_bytes"] <= num_bytes * 3 // 2
 
 
 def test_size_hint_of_python(ask: Ask) -> None:

@@ -93,7 +93,7 @@ def add_parser(commands: Any, name: str) -> None:
     add("--experts", type=int, help="experts of all ranks, E (default: 8)")
     dtypes = tuple(DTYPE_BYTES)
     add("--dtype", type=_list_of(dtypes), metavar="NAME[,...]", help="(default: bf16)")
-    add("--num-sms", type=int, help="SMs that the kernels may use (default: 24)")
+    add("--num-sms", type=_integers, metavar="N[,...]", help="SMs of the kernels (default: 24)")
     add("--exact-combine", action="store_true", default=None, help="sum in slot order, round once")
     modes = ("throughput", "low_latency")
     add("--mode", choices=modes, default=modes[0], help="(default: %(default)s)")
@@ -127,7 +127,7 @@ def wants_gpu(options: argparse.Namespace) -> bool:
 
 
 def layouts(options: argparse.Namespace, num_ranks: int) -> list[EPLayout]:
-    """One layout for each of --tokens, --dtype and --backend, in this order of loops."""
+    """One layout for each of --num-sms, --tokens, --dtype and --backend, in this order of loops."""
     base = EPLayout(
         model={"hidden": 1024, "num_experts": max(8, num_ranks), "top_k": 2},
         parallel={"expert": 1},
@@ -137,7 +137,6 @@ def layouts(options: argparse.Namespace, num_ranks: int) -> list[EPLayout]:
         "model.hidden": options.hidden,
         "model.num_experts": options.experts,
         "model.top_k": options.top_k,
-        "dispatch.num_sms": options.num_sms,
         "dispatch.exact_combine": options.exact_combine,
     }
     changes = {key: value for key, value in shape.items() if value is not None}
@@ -148,8 +147,15 @@ def layouts(options: argparse.Namespace, num_ranks: int) -> list[EPLayout]:
     tokens = options.tokens or [base.tokens_per_rank or DEFAULT_TOKENS]
     return [
         base.replace(
-            **changes, **{"tokens_per_rank": count, "dispatch.dtype": dtype, "backend": backend}
+            **changes,
+            **{
+                "dispatch.num_sms": num_sms,
+                "tokens_per_rank": count,
+                "dispatch.dtype": dtype,
+                "backend": backend,
+            },
         )
+        for num_sms in options.num_sms or [base.dispatch.num_sms]
         for count in tokens
         for dtype in options.dtype or [base.dispatch.dtype]
         for backend in options.backend or [base.backend]

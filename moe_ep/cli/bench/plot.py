@@ -45,10 +45,14 @@ def draw(file: Path, shared: dict[str, Any], runs: list[dict[str, Any]]) -> None
 def collect(
     runs: list[dict[str, Any]], values_of: Callable[[dict[str, Any]], dict[str, float]]
 ) -> Series:
-    """Points (tokens, value) by series; one series for each backend, dtype and case."""
+    """Points (tokens, value) by series; one for each backend, dtype, number of SMs and case."""
     series: Series = {}
+    several = len({run["layout"]["dispatch"].get("num_sms") for run in runs}) > 1
     for run in runs:
-        who = f"{run['backend']} {run['layout']['dispatch']['dtype']}"
+        dispatch = run["layout"]["dispatch"]
+        who = f"{run['backend']} {dispatch['dtype']}"
+        if several:
+            who += f" {dispatch['num_sms']} SMs"
         for name, value in values_of(run).items():
             series.setdefault(f"{who}: {name}", []).append((run["tokens"], value))
     return {name: sorted(points) for name, points in series.items()}

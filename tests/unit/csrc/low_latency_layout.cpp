@@ -1,8 +1,6 @@
-// Prints what csrc/shared/low_latency_layout.h computes: one question per line of the standard
-// input, one JSON object per line of the standard output. tests/unit/test_low_latency_layout.py
-// asks and judges.
-#include "shared/low_latency_layout.h"
-
+// Prints what csrc/shared/low_latency_layout.h and low_latency_hosts.h compute: one question per
+// line of the standard input, one JSON object per line of the standard output.
+// tests/unit/test_low_latency_layout.py asks and judges.
 #include <cstdio>
 #include <iostream>
 #include <string>
@@ -10,6 +8,7 @@
 
 #include "questions.h"
 #include "shared/divisor.h"
+#include "shared/low_latency_hosts.h"
 
 namespace {
 
@@ -27,17 +26,71 @@ void layout(std::istream& in) {
               static_cast<long long>(at.signal_bytes), static_cast<long long>(at.total));
   for (int i = 0; i < 2; ++i) {
     const LowLatencyBuffer& buffer = at.buffers[i];
-    const std::pair<const char*, int64_t> offsets[] = {
-        {"counts", buffer.counts},        {"places", buffer.places},
-        {"senders", buffer.senders},      {"blocks", buffer.blocks},
-        {"received", buffer.received},    {"rows", buffer.rows},
-        {"routes", buffer.routes},        {"order", buffer.order},
-        {"expert_out", buffer.expert_out}};
+    const std::pair<const char*, int64_t> offsets[] = {{"counts", buffer.counts},
+                                                       {"places", buffer.places},
+                                                       {"senders", buffer.senders},
+                                                       {"blocks", buffer.blocks},
+                                                       {"received", buffer.received},
+                                                       {"rows", buffer.rows},
+                                                       {"routes", buffer.routes},
+                                                       {"order", buffer.order},
+                                                       {"expert_out", buffer.expert_out},
+                                                       {"counts_out", buffer.counts_out},
+                                                       {"messages", buffer.messages},
+                                                       {"arrived", buffer.arrived},
+                                                       {"arrived_host", buffer.arrived_host},
+                                                       {"returning", buffer.returning}};
     for (const auto& [name, offset] : offsets) {
       std::printf(", \"%s_%d\": %lld", name, i, static_cast<long long>(offset));
     }
   }
-  std::puts("}");
+  std::printf(", \"routes_bytes\": %lld, \"stage_bytes\": %lld, \"hosts_bytes\": %lld}\n",
+              static_cast<long long>(at.routes_bytes), static_cast<long long>(at.stage_bytes),
+              static_cast<long long>(low_latency_hosts_bytes(num_bytes)));
+}
+
+// hosts R per_host E H Tmax me: where the first buffer of `me` has what each other rank puts there,
+// and how `me` numbers the ranks of other hosts
+void hosts(std::istream& in) {
+  LowLatencyShape shape{};
+  LowLatencyHosts at{};
+  int me = 0;
+  in >> at.num_ranks >> at.ranks_per_host >> shape.num_experts >> shape.hidden >>
+      shape.max_tokens >> me;
+  shape.num_ranks = at.num_ranks;
+  const LowLatencyLayout layout = low_latency_layout(shape, int64_t{1} << 50);
+  const LowLatencyBuffer& buffer = layout.buffers[0];
+  const int local = shape.num_experts / shape.num_ranks;
+  const char* separator = "";
+  std::printf("{\"regions\": [");
+  auto region = [&separator](const char* name, int source, int64_t begin, int64_t bytes) {
+    std::printf("%s[\"%s\", %d, %lld, %lld]", separator, name, source,
+                static_cast<long long>(begin), static_cast<long long>(bytes));
+    separator = ", ";
+  };
+  region("own", me, at.stage(layout, buffer, me, at.host_of(me)) - buffer.rows, layout.stage_bytes);
+  for (int source = 0; source < at.num_ranks; ++source) {
+    if (at.same_host(source, me)) continue;
+    if (at.rail(source, at.host_of(me)) == me) {
+      region("inbox", source, at.stage(layout, buffer, source, at.host_of(me)) - buffer.rows,
+             layout.stage_bytes);
+    }
+    for (int e = 0; e < local; ++e) {
+      region("slots", source,
+             at.slot(layout, buffer, source, me, e, 0, shape.max_tokens) - buffer.rows,
+             shape.max_tokens * layout.row_bytes);
+    }
+    region("routes", source,
+           at.slot_routes(layout, buffer, source, me, local, shape.max_tokens) - buffer.rows,
+           layout.routes_bytes);
+  }
+  std::printf("], \"far\": [");
+  for (int i = 0; i < at.num_far(); ++i) {
+    const int rank = at.far_rank(i, at.host_of(me));
+    std::printf("%s[%d, %d]", i == 0 ? "" : ", ", rank, at.far_index(rank, at.host_of(me)));
+  }
+  std::printf("], \"part\": %lld}\n",
+              static_cast<long long>((layout.total - layout.signal_bytes) / 4));
 }
 
 // word operation tag bad count: the word's parts, as the receiver reads them
@@ -100,6 +153,7 @@ void slots(std::istream& in) {
 int main() {
   return answer_questions({
       {"layout", layout},
+      {"hosts", hosts},
       {"word", word},
       {"place", place},
       {"received", received},
