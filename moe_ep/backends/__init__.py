@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from moe_ep.backends import cuda, nvshmem_runtime
+from moe_ep.backends import cuda, cuda_limits, nvshmem_runtime
 from moe_ep.backends.base import Backend
 from moe_ep.backends.channel import Channel
 from moe_ep.backends.nvshmem import NvshmemBackend
@@ -29,7 +29,7 @@ class _Candidate:
 # Fastest first: the order in which "auto" tries them.
 _CANDIDATES = {
     "nvshmem": _Candidate(nvshmem_runtime.unavailable_reason, NvshmemBackend),
-    "cuda": _Candidate(cuda.unavailable_reason, cuda.CudaBackend),
+    "cuda": _Candidate(cuda_limits.unavailable_reason, cuda.CudaBackend),
     "reference": _Candidate(lambda layout: None, ReferenceBackend),
 }
 

@@ -7,7 +7,6 @@ results and launches.
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from typing import Any, NoReturn
 
@@ -19,71 +18,17 @@ from moe_ep.backends.base import Call, DispatchedRows
 from moe_ep.backends.channel import Channel
 from moe_ep.backends.cuda_errors import NEEDS_ROOM, CudaErrors
 from moe_ep.backends.cuda_figures import CudaFigures
+from moe_ep.backends.cuda_limits import ROW_MULTIPLE_BYTES, WIDEST_BYTES, load_core
 from moe_ep.backends.cuda_memory import Memory, SharedMemory
 from moe_ep.backends.cuda_plan import CudaPlan, StagedTokens
 from moe_ep.layout import FP8_BLOCK, EPLayout
 
-MAX_RANKS = 64
-MAX_EXPERT_SLOTS = 2048
-ROW_MULTIPLE_BYTES = 16
-
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _FP8_SCALES = {None: 0, "fp32": 1, "power_of_two": 2}
-_WIDEST_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 4}
 _SMALLEST_TOKENS = 128
 _REMEMBERED_OPERATIONS = 64
 _SMALL_LISTS_BYTES = 4 << 20
 _NO_LISTS = (0, 0)
-
-
-def _load_core() -> Any:
-    return importlib.import_module("moe_ep._C")
-
-
-def unavailable_reason(layout: EPLayout) -> str | None:
-    """Why this backend cannot run `layout` here, with the fix; None where it can."""
-    try:
-        _load_core()
-    except ImportError as error:
-        return f"moe_ep/_C is not there ({error}); install with nvcc on the PATH to build it"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device; check the driver and CUDA_VISIBLE_DEVICES"
-    lacking = _lacking_architecture()
-    if lacking is not None:
-        return lacking
-    dtype, hidden = layout.dispatch.dtype, layout.model.hidden
-    if dtype not in _WIDEST_BYTES:
-        return f"dispatch.dtype {dtype} is not supported; use {', '.join(_WIDEST_BYTES)}"
-    narrowest = 4 if dtype == "fp32" else 2
-    if hidden * narrowest % ROW_MULTIPLE_BYTES:
-        return (
-            f"model.hidden={hidden} makes rows of {hidden * narrowest} bytes; they must be a "
-            f"multiple of {ROW_MULTIPLE_BYTES} bytes"
-        )
-    size = layout.parallel.group_size
-    if size > MAX_RANKS:
-        return f"the group has {size} ranks; one host can have {MAX_RANKS}"
-    slots = size * layout.num_local_experts
-    if slots > MAX_EXPERT_SLOTS:
-        return f"{slots} expert slots in the group; at most {MAX_EXPERT_SLOTS} are supported"
-    if layout.dispatch.mode != "throughput":
-        return f"dispatch.mode {layout.dispatch.mode} is not supported by it yet"
-    if layout.dispatch.capacity is not None and layout.tokens_per_rank is None:
-        return "dispatch.capacity makes shapes static and needs tokens_per_rank to be set too"
-    return None
-
-
-def _lacking_architecture() -> str | None:
-    """Kernels run on GPUs of their architecture and, compiled anew by the driver, on later ones."""
-    architectures = _load_core().ARCHITECTURES
-    major, minor = torch.cuda.get_device_capability()
-    if any(tuple(map(int, name.split("."))) <= (major, minor) for name in architectures):
-        return None
-    return (
-        f"{torch.cuda.get_device_name()} has architecture {major}.{minor}, moe_ep/_C "
-        f"has kernels for {', '.join(architectures)}; install with "
-        f"MOE_EP_CUDA_ARCHS={major}.{minor}"
-    )
 
 
 class CudaBackend(CudaErrors, CudaFigures):
@@ -105,7 +50,7 @@ class CudaBackend(CudaErrors, CudaFigures):
     checks_indices = True
 
     def __init__(self, layout: EPLayout, group: dist.ProcessGroup, channel: Channel) -> None:
-        self._core = _load_core()
+        self._core = load_core()
         self.layout = layout
         self.channel = channel
         self.rank, self.size = channel.rank, channel.size
@@ -118,7 +63,7 @@ class CudaBackend(CudaErrors, CudaFigures):
         config.rank, config.num_ranks = self.rank, self.size
         config.num_experts = self.size * self.num_local_experts
         config.num_slots = layout.model.top_k * layout.parallel.expert_tensor
-        config.max_row_bytes = layout.model.hidden * _WIDEST_BYTES[layout.dispatch.dtype]
+        config.max_row_bytes = layout.model.hidden * WIDEST_BYTES[layout.dispatch.dtype]
         fp8 = layout.dispatch.dtype == "fp8_e4m3"
         config.max_scales = layout.model.hidden // FP8_BLOCK if fp8 else 0
         config.exact_combine = layout.dispatch.exact_combine

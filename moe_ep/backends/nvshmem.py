@@ -19,6 +19,7 @@ from moe_ep.backends import cuda
 from moe_ep.backends.base import Arrivals, Call, DispatchedRows
 from moe_ep.backends.channel import Channel, exchange_json
 from moe_ep.backends.cuda import CudaBackend
+from moe_ep.backends.cuda_limits import ROW_MULTIPLE_BYTES
 from moe_ep.backends.cuda_memory import gpu_id
 from moe_ep.backends.cuda_plan import CudaPlan
 from moe_ep.backends.nvshmem_memory import HostChannel, HostsMemory
@@ -153,11 +154,11 @@ class NvshmemBackend(CudaBackend):
             travels, scales_out = self._quantize(x, fp8_scale, launch)
             rows_out.num_scales = hidden // FP8_BLOCK
             # All ranks run the same protocol, also one without tokens of its own.
-            rows_out.scales = scales_out.data_ptr() or cuda.ROW_MULTIPLE_BYTES
+            rows_out.scales = scales_out.data_ptr() or ROW_MULTIPLE_BYTES
         rows_out.x, rows_out.row_bytes = travels.data_ptr(), hidden * travels.element_size()
         if probs is not None:
             probs = _widen(probs.to(self.device, torch.float32), self._max_slots)
-            rows_out.probs = probs.data_ptr() or cuda.ROW_MULTIPLE_BYTES
+            rows_out.probs = probs.data_ptr() or ROW_MULTIPLE_BYTES
         returns_fp8 = fp8_scale is not None and not dequantize
         rows = x.new_empty(
             plan.num_rows, hidden, dtype=torch.float8_e4m3fn if returns_fp8 else x.dtype

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
-from moe_ep.backends import cuda, nvshmem_library, nvshmem_transport
+from moe_ep.backends import cuda_limits, nvshmem_library, nvshmem_transport
 from moe_ep.backends.base import Call
 from moe_ep.backends.channel import Channel, exchange_json
 from moe_ep.backends.hosts import Hosts, find_hosts
@@ -33,7 +33,7 @@ def unavailable_reason(layout: EPLayout) -> str | None:
         core = nvshmem_library.load()
     except (ImportError, OSError) as error:
         return f"moe_ep/_C_nvshmem cannot be loaded ({error}); {nvshmem_library.INSTALL}"
-    return nvshmem_library.problem(core) or cuda.unavailable_reason(layout)
+    return nvshmem_library.problem(core) or cuda_limits.unavailable_reason(layout)
 
 
 class SymmetricBuffer:

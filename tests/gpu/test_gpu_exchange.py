@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import scenarios
+import stream_scenarios
 from scenarios import Case
 
 from moe_ep.testing import run_ranks
@@ -70,17 +71,17 @@ def test_growth() -> None:
 
 
 def test_streams() -> None:
-    run_ranks(scenarios.check_streams, 2, limit_s=120)
+    run_ranks(stream_scenarios.check_streams, 2, limit_s=120)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_async_equals_synchronous(num_ranks: int) -> None:
-    run_ranks(scenarios.check_async, num_ranks, limit_s=120)
+    run_ranks(stream_scenarios.check_async, num_ranks, limit_s=120)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_unaligned_tensors(num_ranks: int) -> None:
-    run_ranks(scenarios.check_unaligned, num_ranks, limit_s=120)
+    run_ranks(stream_scenarios.check_unaligned, num_ranks, limit_s=120)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -7,6 +7,7 @@ import fault_scenarios
 import internode_scenarios as internode
 import pytest
 import scenarios
+import stream_scenarios
 from internode_scenarios import HostSettings
 
 from moe_ep.testing import launch_ranks, run_ranks
@@ -36,7 +37,7 @@ def test_order_of_operations(hosts: HostSettings) -> None:
     """Interleaved plans, streams, growing memory, static capacity, graphs, bad input."""
     steps = [
         (scenarios.check_interleaved, ()),
-        (scenarios.check_streams, ()),
+        (stream_scenarios.check_streams, ()),
         (scenarios.check_growth, ()),
         (internode.check_capacity, ()),
         (scenarios.check_graph, ()),

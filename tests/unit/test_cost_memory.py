@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_ep import Buffer, cli
-from moe_ep.backends import cuda
+from moe_ep.backends import cuda, cuda_limits
 from moe_ep.cost import memory, symmetric_bytes
 from moe_ep.layout import EPLayout
 
@@ -82,7 +82,7 @@ def test_equal_to_the_core(tmp_path: Path) -> None:
     generator = random.Random(11)
     shapes = [random_shape(generator) for _ in range(2000)]
     limit, *answers = header_says(tmp_path, shapes)
-    assert int(limit) == memory.MAX_CORE_RANKS == cuda.MAX_RANKS
+    assert int(limit) == memory.MAX_CORE_RANKS == cuda_limits.MAX_RANKS
     assert len(answers) == len(shapes)
     for shape, answer in zip(shapes, answers, strict=True):
         columns = memory.count_columns(shape["num_experts"], shape["num_ranks"])
@@ -91,7 +91,7 @@ def test_equal_to_the_core(tmp_path: Path) -> None:
 
 def test_shape_of_a_layout(tmp_path: Path) -> None:
     """As backend cuda fills it in."""
-    assert memory.WIDEST_BYTES == cuda._WIDEST_BYTES
+    assert memory.WIDEST_BYTES == cuda_limits.WIDEST_BYTES
     assert memory._SMALLEST_TOKENS == cuda._SMALLEST_TOKENS
     layout = EPLayout(
         model={"hidden": 256, "num_experts": 8, "top_k": 3},
@@ -128,7 +128,7 @@ def test_every_shipped_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             "num_ranks": layout.parallel.group_size,
             "num_experts": layout.parallel.group_size * layout.num_local_experts,
             "num_slots": layout.model.top_k * layout.parallel.expert_tensor,
-            "max_row_bytes": layout.model.hidden * cuda._WIDEST_BYTES[layout.dispatch.dtype],
+            "max_row_bytes": layout.model.hidden * cuda_limits.WIDEST_BYTES[layout.dispatch.dtype],
             "max_scales": layout.model.hidden // 128 * (layout.dispatch.dtype == "fp8_e4m3"),
             "exact_combine": layout.dispatch.exact_combine,
             # Without a limit memory has grown for these tokens, and a quarter more.

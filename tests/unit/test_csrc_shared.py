@@ -13,7 +13,7 @@ import pytest
 import torch
 from csrc_programs import Ask
 
-from moe_ep.backends import cuda, cuda_errors
+from moe_ep.backends import cuda, cuda_errors, cuda_limits
 from moe_ep.backends.hosts import staggered
 from moe_ep.layout import FP8_BLOCK, MAX_TOP_K
 
@@ -248,9 +248,9 @@ def test_peer_order_equals_python(ask: Ask) -> None:
 
 
 def test_python_and_the_core_agree(constants: dict[str, int]) -> None:
-    assert constants["max_ranks"] == cuda.MAX_RANKS
-    assert constants["max_experts"] == cuda.MAX_EXPERT_SLOTS
-    assert constants["vector_bytes"] == cuda.ROW_MULTIPLE_BYTES
+    assert constants["max_ranks"] == cuda_limits.MAX_RANKS
+    assert constants["max_experts"] == cuda_limits.MAX_EXPERT_SLOTS
+    assert constants["vector_bytes"] == cuda_limits.ROW_MULTIPLE_BYTES
     assert constants["fp8_block"] == FP8_BLOCK
     assert constants["max_slots"] == MAX_TOP_K
     statuses = (cuda_errors.OK, cuda_errors.BAD_INPUT, cuda_errors.NEEDS_ROOM, cuda_errors.OVERFLOW)
