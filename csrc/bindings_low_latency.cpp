@@ -67,6 +67,8 @@ void bind_low_latency(py::module_& m) {
       .def("combine", &LowLatency::combine)
       .def("expert_out", &LowLatency::expert_out)
       .def("wait_expert_out", &LowLatency::wait_expert_out)
+      .def("set_one_gpu", &LowLatency::set_one_gpu)
+      .def("ping", &LowLatency::ping)
       .def("is_quiet", &LowLatency::is_quiet)
       .def("fault", &LowLatency::fault)
       .def("bad_peer", &LowLatency::bad_peer);

@@ -157,6 +157,16 @@ class LowLatency:
         handle.combine_buffer = buffer
         return buffer
 
+    def round_trip_us(self, rounds: int = 1000) -> float | None:
+        """How long a signal between ranks 0 and 1 takes there and back, by these two; waits for it.
+
+        None on all other ranks, and where signals are messages of the host.
+        """
+        if self.size == 1 or self.rank > 1:
+            return None
+        call = Call(self._operations, "the exchange of a signal", self._timeouts.steady_s)
+        return self._backend.round_trip_us(1 - self.rank, rounds, call)
+
     def destroy(self) -> None:
         """Frees everything. Idempotent; does not wait for a dead peer."""
         self._destroyed = True

@@ -22,6 +22,9 @@ __device__ __forceinline__ void store_release_system(volatile uint32_t* address,
 __device__ __forceinline__ void fence_acq_rel_system() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
+__device__ __forceinline__ void fence_acq_rel_device() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
 // For words that carry value and signal in one: nothing else is ordered by them.
 __device__ __forceinline__ uint64_t load_relaxed_system(const uint64_t* address) {
   uint64_t value;
@@ -68,6 +71,11 @@ __device__ __forceinline__ uint2 load_row8(const void* address) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ int32_t load_row4(const int32_t* address) {
+  int32_t v;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ void store_row16(void* address, const uint4& v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(address), "r"(v.x),
                "r"(v.y), "r"(v.z), "r"(v.w)
@@ -98,6 +106,13 @@ __device__ __forceinline__ uint4 load_row16_evict_first(const void* address) {
 __device__ __forceinline__ void wait_for_stream() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets such a launch begin once all blocks have come here or ended.
+__device__ __forceinline__ void launch_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

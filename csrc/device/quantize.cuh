@@ -8,6 +8,11 @@ namespace moe_ep {
 constexpr int kFp8Columns = 8;  // of a lane
 constexpr int kLanesPerScale = kFp8Block / kFp8Columns;
 
+// Rarely called: kept out of the way of what is.
+static __device__ __noinline__ float plain_quotient(float f, float scale) {
+  return __fdiv_rn(f, scale);
+}
+
 // What rounds to FP8 as f / scale, rounded to nearest, does. With a correctly rounded reciprocal
 // one correction of the product gives that quotient (Markstein, 1990) as long as the remainder can
 // be represented; it takes a third of the instructions of a division. Quotients that round to zero
@@ -16,7 +21,7 @@ __device__ __forceinline__ void divide(float (&f)[kFp8Columns], float scale) {
   constexpr float kLargeScale = 0x1p90f, kRoundsToZero = 0x1p-12f;
   if (!(scale > 1 / kLargeScale && scale < kLargeScale)) {  // NaN, too
 #pragma unroll
-    for (int j = 0; j < kFp8Columns; ++j) f[j] = __fdiv_rn(f[j], scale);
+    for (int j = 0; j < kFp8Columns; ++j) f[j] = plain_quotient(f[j], scale);
     return;
   }
   const float reciprocal = __frcp_rn(scale);

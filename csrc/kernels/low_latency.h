@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "shared/comm_view.h"
+#include "shared/divisor.h"
 #include "shared/low_latency_hosts.h"
 #include "shared/row_shape.h"
 
@@ -17,6 +18,7 @@ constexpr Phase kPhaseCombineReady = static_cast<Phase>(34);   // expert rows of
 // The caller's own signal that expert rows can be sent. In place of words the fault has: expected,
 // local expert << 32 | block; seen, the signal.
 constexpr Phase kPhaseBlockSignal = static_cast<Phase>(35);
+constexpr Phase kPhasePing = static_cast<Phase>(36);  // the peer's answer
 
 // Bits: what a launch does. One that does both waits for its own blocks as it does for its peers':
 // all must be on the GPU together.
@@ -29,9 +31,11 @@ struct LowLatencyView {
   LowLatencyBorder* border;  // null on one host
   LowLatencyLayout layout;
   LowLatencyShape shape;
-  uint32_t tag;      // of this kind of operation and shape, below 1 << kWordTagBits
-  int32_t parts;     // kSend and kReceive
-  uint64_t* ticket;  // written by a send alone, read by a receive alone: the operation's number
+  Divisor ranks, slots;  // R and K
+  int32_t one_gpu;       // all ranks share a GPU: a release of its scope reaches them, and sooner
+  uint32_t tag;          // of this kind of operation and shape, below 1 << kWordTagBits
+  int32_t parts;         // kSend and kReceive
+  uint64_t* ticket;      // written by a send alone, read by a receive alone: the operation's number
 };
 
 // Indices of a row's source, and scales of a result, are laid out as DeepEP V1 does.
@@ -44,10 +48,12 @@ struct LowLatencyDispatchArgs {
   const void* topk_idx;  // int32 or int64 [T, K], -1 unused
   int32_t topk_is_64_bit;
   int32_t num_tokens;           // T
+  Divisor stage_parts;          // of a row: 32 vectors of 16 bytes each
   int32_t power_of_two_scales;  // FP8
   int32_t* index;               // [T, K] written: Route::index, for the combine
   // Receive.
   RowShape row_shape;      // of the rows that travel
+  Divisor pieces;          // of row_shape
   char* rows;              // [L, N, H] bf16 or FP8
   void* scales;            // FP8: fp32 [L, H/128, N], or int32 [L, H/512, N] with pack_scales
   int32_t pack_scales;     // 1: four exponents in one int32
@@ -63,6 +69,7 @@ struct LowLatencyCombineArgs {
   LowLatencyView view;
   // Send.
   RowShape send_shape;
+  Divisor send_pieces;          // of send_shape
   const char* x;                // [L, N, H] bf16
   const int32_t* slots;         // of the dispatch
   const int64_t* layout_range;  // of the dispatch
@@ -74,6 +81,7 @@ struct LowLatencyCombineArgs {
   uint32_t signal_value;
   // Receive.
   RowShape sum_shape;
+  Divisor sum_pieces;    // of sum_shape
   const void* topk_idx;  // int32 or int64 [T, K]
   int32_t topk_is_64_bit;
   const float* topk_weights;  // [T, K]
@@ -112,5 +120,9 @@ cudaError_t launch_low_latency_combine(const LowLatencyCombineArgs& args,
 // Waits until no peer reads that one (1 or 2) of this rank's `expert_out` any more.
 cudaError_t launch_low_latency_wait_expert_out(const LowLatencyView& view, int expert_out,
                                                cudaStream_t stream);
+// Sends a word to the peer and back, `rounds` times; the peer must do the same. first: above every
+// number that the two have sent each other. nanoseconds: of one round, written.
+cudaError_t launch_low_latency_ping(const LowLatencyView& view, int peer, uint64_t first,
+                                    int rounds, int64_t* nanoseconds, cudaStream_t stream);
 
 }  // namespace moe_ep

@@ -17,6 +17,12 @@ __device__ __forceinline__ uint4 load_or_zero_once(const char* address, bool wan
 
 // -- send -----------------------------------------------------------------------------------------
 
+// What is sent, in shared memory: of the E segments (local expert, source rank), expert by expert.
+struct Outgoing {
+  int32_t begin[kMaxExperts + 1];  // the scanned lengths; 0 where nothing is sent
+  int32_t first[kMaxExperts];      // place of the segment's first row among the expert's
+};
+
 // A row of the dispatch's result.
 struct ExpertRow {
   int32_t expert, source;
@@ -24,23 +30,23 @@ struct ExpertRow {
   int32_t slot;      // token*K + k of the source
 };
 
-// begin: the scanned lengths of the E segments (local expert, source rank), expert by expert.
 __device__ __forceinline__ ExpertRow find_row(const LowLatencyCombineArgs& args,
-                                              const int32_t* begin, int row) {
-  const LowLatencyShape& shape = args.view.shape;
-  int low = 0, high = shape.num_experts;
+                                              const Outgoing& outgoing, int row) {
+  const LowLatencyView& view = args.view;
+  int low = 0, high = view.shape.num_experts;
   while (high - low > 1) {  // begin[low] <= row < begin[high]
     const int middle = (low + high) / 2;
-    if (begin[middle] <= row) {
+    if (outgoing.begin[middle] <= row) {
       low = middle;
     } else {
       high = middle;
     }
   }
-  const int expert = low / shape.num_ranks;
-  const int position = row - begin[expert * shape.num_ranks];
-  const int64_t num_rows = static_cast<int64_t>(shape.num_ranks) * shape.max_tokens;
-  return {expert, low % shape.num_ranks, position, args.slots[expert * num_rows + position]};
+  const int expert = static_cast<int>(view.ranks.quotient(low));
+  const int source = static_cast<int>(view.ranks.remainder(low, expert));
+  const int position = outgoing.first[low] + row - outgoing.begin[low];
+  const int64_t num_rows = static_cast<int64_t>(view.shape.num_ranks) * view.shape.max_tokens;
+  return {expert, source, position, args.slots[expert * num_rows + position]};
 }
 
 // Waits until the caller has said that the row can be sent. All lanes of the warp call it.
@@ -54,16 +60,17 @@ __device__ __forceinline__ bool wait_block_signal(const LowLatencyCombineArgs& a
   const uint32_t* signal = args.block_signals + row.expert * args.blocks_per_expert + block;
   bool passed = true;
   if (threadIdx.x % kWarp == 0) {
-    uint32_t seen = ptx::load_acquire_device(signal);
-    for (Deadline deadline; seen < args.signal_value; seen = ptx::load_acquire_device(signal)) {
-      if (!deadline.expired(comm, comm.timeout_ns)) continue;
-      seen = ptx::load_acquire_device(signal);  // the last look
-      if (seen >= args.signal_value) break;
-      const uint64_t which = static_cast<uint64_t>(row.expert) << 32 | block;
-      record_fault(comm, comm.rank, kPhaseBlockSignal, operation, which, seen);
-      passed = false;
-      break;
-    }
+    uint32_t seen;
+    passed = poll(
+        comm,
+        [&] {
+          seen = ptx::load_acquire_device(signal);
+          return seen >= args.signal_value;
+        },
+        [&] {
+          const uint64_t which = static_cast<uint64_t>(row.expert) << 32 | block;
+          record_fault(comm, comm.rank, kPhaseBlockSignal, operation, which, seen);
+        });
   }
   __syncwarp();  // the acquire of lane 0 is for all lanes
   return __shfl_sync(kAllLanes, passed, 0);
@@ -79,11 +86,13 @@ __device__ __forceinline__ void load_piece_once(Piece& piece, const char* source
   }
 }
 
-// kPlaceOwn where rows for this rank itself are not copied: they are summed in the same launch.
+// kPlaceOwn where rows for this rank itself are not copied: they are summed in the same launch, and
+// nobody has to wait until they may be read.
 __device__ __forceinline__ uint32_t own_place(const LowLatencyCombineArgs& args) {
   const LowLatencyView& view = args.view;
   const int64_t num_rows = static_cast<int64_t>(view.shape.num_ranks) * view.shape.max_tokens;
-  const bool stays = (view.parts & kReceive) != 0 && view.comm.bad_input == 0;
+  const bool stays =
+      (view.parts & kReceive) != 0 && view.comm.bad_input == 0 && args.block_signals == nullptr;
   return stays && num_rows <= kMaxPlaceBegin ? kPlaceOwn : 0;
 }
 
@@ -116,36 +125,37 @@ __device__ __forceinline__ void put_row(const LowLatencyCombineArgs& args,
 // Writes the rows to their sources. False: the kernel is to end.
 template <typename Link>
 __device__ __forceinline__ bool return_rows(const LowLatencyCombineArgs& args,
-                                            const LowLatencyBuffer& buffer, const int32_t* begin,
-                                            uint64_t operation) {
+                                            const LowLatencyBuffer& buffer,
+                                            const Outgoing& outgoing, uint64_t operation) {
   const LowLatencyView& view = args.view;
   const RowShape& row_shape = args.send_shape;
-  const int lane = threadIdx.x % kWarp, pieces = row_shape.pieces;
+  const int lane = threadIdx.x % kWarp;
   const int64_t num_rows = static_cast<int64_t>(view.shape.num_ranks) * view.shape.max_tokens;
-  const int64_t total = static_cast<int64_t>(begin[view.shape.num_experts]) * pieces;
-  int64_t u = first_unit();
+  const int total = outgoing.begin[view.shape.num_experts] * row_shape.pieces;
+  int u = first_unit();
   ExpertRow next{};
-  if (u < total) next = find_row(args, begin, static_cast<int>(u / pieces));
+  if (u < total) next = find_row(args, outgoing, args.send_pieces.quotient(u));
+#pragma unroll 1
   for (; u < total; u += unit_step()) {
     const ExpertRow row = next;
-    if (u + unit_step() < total) {
-      next = find_row(args, begin, static_cast<int>((u + unit_step()) / pieces));
-    }
+    const int number = static_cast<int>(args.send_pieces.quotient(u));
+    const int piece_index = static_cast<int>(args.send_pieces.remainder(u, number));
     if (args.block_signals != nullptr && !wait_block_signal(args, row, operation)) return false;
-    if (row.source == view.comm.rank && own_place(args) != 0) continue;
-    const int piece_index = static_cast<int>(u % pieces);
-    const char* x = args.x + (row.expert * num_rows + row.position) * row_shape.row_bytes;
-    if constexpr (Link::kBorder) {
-      if (!is_near<Link>(view, row.source)) {
-        if (piece_index == 0) put_row<Link>(args, buffer, row, x, u / pieces);
-        continue;
-      }
-      if (args.expert_out != 0) continue;
-    }
     const int vectors = row_shape.vectors_of(piece_index);
     const int64_t offset = row_shape.offset_of(piece_index);
+    const char* x = args.x + (row.expert * num_rows + row.position) * row_shape.row_bytes;
+    const bool near = is_near<Link>(view, row.source);
     Piece piece;
-    load_piece_once(piece, x + offset, vectors, lane);
+    if (near) load_piece_once(piece, x + offset, vectors, lane);
+    if (u + unit_step() < total) {
+      next = find_row(args, outgoing, args.send_pieces.quotient(u + unit_step()));
+    }
+    if constexpr (Link::kBorder) {
+      if (!near) {
+        if (piece_index == 0) put_row<Link>(args, buffer, row, x, number);
+        continue;
+      }
+    }
     char* target = view.comm.peers[row.source] + buffer.rows + row.slot * row_shape.row_bytes;
     store_piece(piece, target + offset, vectors, lane);
   }
@@ -181,22 +191,39 @@ __device__ __forceinline__ void signal_places(const LowLatencyCombineArgs& args,
       const int64_t range = args.layout_range[expert * ranks + peer];
       place = row_place(source, static_cast<uint32_t>(range >> 32));
     }
-    // In place, the rows are released by it: they were written before this launch.
-    ptx::store_release_system(word_at(view, peer, buffer.places, comm.rank * local + expert),
-                              ready_word(operation, view.tag, comm.bad_input != 0, place));
+    uint64_t* word = word_at(view, peer, buffer.places, comm.rank * local + expert);
+    const uint64_t value = ready_word(operation, view.tag, comm.bad_input != 0, place);
+    if (in_place) {
+      release_word<Link>(view, word, value);  // after the rows, written before this launch
+    } else {
+      ptx::store_relaxed_system(word, value);
+    }
   }
 }
 
-// begin: shared memory [E + 1].
+// Called by all threads; a barrier must follow.
+template <typename Link>
+__device__ __forceinline__ void load_lengths(const LowLatencyCombineArgs& args,
+                                             Outgoing& outgoing) {
+  const LowLatencyView& view = args.view;
+  const bool own_stays = own_place(args) != 0;
+  for (int i = threadIdx.x; i < args.view.shape.num_experts; i += kLowLatencyThreads) {
+    const int64_t range = args.layout_range[i];
+    const int source = static_cast<int>(view.ranks.remainder(i, view.ranks.quotient(i)));
+    const bool stays = (own_stays && source == view.comm.rank) ||
+                       (args.expert_out != 0 && is_near<Link>(view, source));
+    outgoing.first[i] = static_cast<int32_t>(range >> 32);
+    outgoing.begin[i] = stays ? 0 : static_cast<int32_t>(range);
+  }
+}
+
 template <typename Link>
 __device__ bool send(const LowLatencyCombineArgs& args, const LowLatencyBuffer& buffer,
-                     int32_t* begin, uint64_t operation) {
+                     Outgoing& outgoing, uint64_t operation, bool aborted) {
   const LowLatencyView& view = args.view;
-  const bool is_free = poll_buffer_free(view, operation);
-  for (int i = threadIdx.x; i < view.shape.num_experts; i += kLowLatencyThreads) {
-    begin[i] = static_cast<int32_t>(args.layout_range[i]);  // the lower half
-  }
-  if (__syncthreads_and(is_free) == 0) return false;
+  load_lengths<Link>(args, outgoing);
+  const bool goes_on = !aborted && poll_buffer_free(view, operation);
+  if (__syncthreads_and(goes_on) == 0) return false;
   if (blockIdx.x == 0) signal_places<Link>(args, buffer, operation);
   if (view.comm.bad_input != 0) return true;
   if (args.expert_out != 0) {  // nothing is written: the peers of this host come for the rows
@@ -204,10 +231,10 @@ __device__ bool send(const LowLatencyCombineArgs& args, const LowLatencyBuffer& 
     if (blockIdx.x == 0 && threadIdx.x == 0) *last_use = operation;
     if (!Link::kBorder) return true;
   }
-  block_exclusive_scan<kLowLatencyThreads>(begin, view.shape.num_experts);
-  const bool passed = return_rows<Link>(args, buffer, begin, operation);
+  block_exclusive_scan<kLowLatencyThreads>(outgoing.begin, view.shape.num_experts);
+  const bool passed = return_rows<Link>(args, buffer, outgoing, operation);
   if (__syncthreads_and(passed) == 0) return false;
-  if (args.expert_out == 0) signal_block<Link>(view, operation);
+  if (args.expert_out == 0) signal_block<Link>(view, buffer.blocks, operation);
   return true;
 }
 
@@ -220,12 +247,12 @@ struct Terms {
   float weight;
 };
 
-__device__ __forceinline__ Terms load_terms(const LowLatencyCombineArgs& args, int64_t u) {
+__device__ __forceinline__ Terms load_terms(const LowLatencyCombineArgs& args, int u) {
   const LowLatencyShape& shape = args.view.shape;
-  const int64_t token = u / args.sum_shape.pieces;
+  const int token = static_cast<int>(args.sum_pieces.quotient(u));
   const int lane = threadIdx.x % kWarp;
   if (lane >= shape.num_slots || token >= args.num_tokens) return {-1, 0, 0.0f};
-  const int64_t slot = token * shape.num_slots + lane;
+  const int64_t slot = static_cast<int64_t>(token) * shape.num_slots + lane;
   const int expert = load_expert(args.topk_idx, args.topk_is_64_bit != 0, slot);
   const int index = args.index[slot];
   const bool used = expert >= 0 && expert < shape.num_experts && index >= 0;
@@ -284,25 +311,21 @@ __device__ bool receive(const LowLatencyCombineArgs& args, const LowLatencyBuffe
                         int32_t* places, Senders& senders, uint64_t operation) {
   const LowLatencyView& view = args.view;
   const RowShape& row_shape = args.sum_shape;
-  const int64_t total = static_cast<int64_t>(args.num_tokens) * row_shape.pieces;
-  int64_t u = first_unit();
+  const int total = args.num_tokens * row_shape.pieces;
+  int u = first_unit();
   Terms next = load_terms(args, u);
-  senders.waited.begin();
-  if (!wait_words<Link>(view, buffer.places, operation, kPhaseCombineReady, senders, false,
-                        [&](int i, int place) { places[i] = place; })) {
+  const Awaited awaited{buffer.places,      operation, kPhaseCombineReady, false, false,
+                        args.waiting_stats, nullptr};
+  if (!wait_for_senders<Link>(view, awaited, senders,
+                              [&](int i, int place) { places[i] = place; })) {
     return false;
   }
-  if (!wait_blocks(view, operation, kPhaseCombineReady, senders)) return false;
-  if constexpr (Link::kBorder) {
-    if (!wait_messages(view, operation, kPhaseCombineReady, senders, false)) return false;
-  }
-  senders.waited.add_to(args.waiting_stats, view.comm.num_ranks);
 #pragma unroll 1
   for (; u < total; u += unit_step()) {
     const Terms terms = next;
     next = load_terms(args, u + unit_step());
-    const int64_t token = u / row_shape.pieces;
-    const int piece_index = static_cast<int>(u % row_shape.pieces);
+    const int64_t token = args.sum_pieces.quotient(u);
+    const int piece_index = static_cast<int>(args.sum_pieces.remainder(u, token));
     const int64_t offset = row_shape.offset_of(piece_index);
     RowsAt rows = find_rows(args, terms, places, operation, token);
     rows.address += offset;
@@ -315,19 +338,23 @@ __device__ bool receive(const LowLatencyCombineArgs& args, const LowLatencyBuffe
 template <typename Link>
 __global__ void __launch_bounds__(kLowLatencyThreads, 1)
     low_latency_combine_kernel(const __grid_constant__ LowLatencyCombineArgs args) {
-  __shared__ int32_t by_expert[kMaxExperts + 1];
+  __shared__ Outgoing outgoing;
+  __shared__ int32_t places[kMaxExperts];
   __shared__ Senders senders;
   const LowLatencyView& view = args.view;
+  const bool sends = (view.parts & kSend) != 0, receives = (view.parts & kReceive) != 0;
   ptx::wait_for_stream();
   const uint64_t operation = operation_of(view);
-  if (is_aborted(view.comm)) return;
+  const bool aborted = is_aborted(view.comm);
+  if (aborted && !sends) return;
   const LowLatencyBuffer& buffer = buffer_of(view, operation);
-  if ((view.parts & kSend) != 0 && !send<Link>(args, buffer, by_expert, operation)) return;
-  __syncthreads();
-  if ((view.parts & kReceive) != 0 && !receive<Link>(args, buffer, by_expert, senders, operation)) {
-    return;
+  if (sends) {
+    if (!send<Link>(args, buffer, outgoing, operation, aborted)) return;
+    count_operation(view, operation);
   }
-  finish<Link>(view, operation);
+  if (!receives) return;
+  if (!receive<Link>(args, buffer, places, senders, operation)) return;
+  signal_received<Link>(view, operation);
 }
 
 }  // namespace moe_ep

@@ -18,9 +18,10 @@ __device__ __forceinline__ int host_of_pair(const LowLatencyDispatchArgs& args, 
 }
 
 // Tells the ranks of other hosts how many messages all blocks put for them: rows, and routes of
-// each block with tokens. All threads of the block that counted all tokens call it.
+// each block with tokens. All threads of the block that counted all tokens call it, after a
+// barrier.
 template <typename Link>
-__device__ void signal_puts(const LowLatencyDispatchArgs& args, Routing& routing, bool bad,
+__device__ void signal_puts(const LowLatencyDispatchArgs& args, Routing& routing,
                             uint64_t operation) {
   const LowLatencyView& view = args.view;
   const LowLatencyHosts& hosts = view.hosts;
@@ -28,6 +29,7 @@ __device__ void signal_puts(const LowLatencyDispatchArgs& args, Routing& routing
   const int per_block = max(static_cast<int>(ceil_div(args.num_tokens, gridDim.x)), 1);
   const int num_routes = static_cast<int>(ceil_div(args.num_tokens, per_block));
   const int which = static_cast<int>(operation & 1);
+  const bool bad = routing.is_bad;
   if (hosts.by_slots != 0) {
     return signal_messages<Link>(view, operation, bad, view.border->rank_messages[which],
                                  [&](int peer) {

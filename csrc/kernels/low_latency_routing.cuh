@@ -10,10 +10,11 @@ constexpr int kPairs = 2048;  // (token, k) pairs that a block routes at a time
 
 // A block's knowledge of the routing, in shared memory.
 struct Routing {
-  int32_t next[kMaxExperts + 1];   // next free place of each expert; [E] counts what is bad
-  int32_t expert[kPairs];          // of the pairs at hand, -1: unused, E: bad
-  int32_t index[kPairs];           // their places, -1: nothing is sent
+  int32_t next[kMaxExperts + 1];  // next free place of each expert; [E] counts what is bad
+  int32_t expert[kPairs];         // of the pairs at hand, -1: unused, E: bad
+  // Between hosts.
   int32_t host_tokens[kMaxRanks];  // tokens that another host wants
+  bool is_bad;                     // what the peers are told
 };
 
 // The tokens of a block: [begin, end), `step` of them routed at a time.
@@ -22,9 +23,11 @@ struct Share {
 };
 
 __device__ __forceinline__ Share share_of_block(const LowLatencyDispatchArgs& args) {
-  const int per_block = static_cast<int>(ceil_div(args.num_tokens, gridDim.x));
-  const int begin = min(static_cast<int>(blockIdx.x) * per_block, args.num_tokens);
-  return {begin, min(begin + per_block, args.num_tokens), kPairs / args.view.shape.num_slots};
+  const uint32_t num_tokens = args.num_tokens;
+  const uint32_t per_block = (num_tokens + gridDim.x - 1) / gridDim.x;
+  const uint32_t begin = min(blockIdx.x * per_block, num_tokens);
+  return {static_cast<int>(begin), static_cast<int>(min(begin + per_block, num_tokens)),
+          static_cast<int>(args.view.slots.quotient(kPairs))};
 }
 
 // Loads the experts of pairs [first, first + count) and counts those before `first`, if asked to.
@@ -32,6 +35,7 @@ __device__ __forceinline__ Share share_of_block(const LowLatencyDispatchArgs& ar
 __device__ __forceinline__ void load_experts(const LowLatencyDispatchArgs& args, Routing& routing,
                                              int64_t first, int count, bool count_before) {
   const int64_t begin = count_before ? 0 : first;
+#pragma unroll 2
   for (int64_t i = begin + threadIdx.x; i < first + count; i += kLowLatencyThreads) {
     const int expert =
         min(load_expert(args.topk_idx, args.topk_is_64_bit != 0, i), args.view.shape.num_experts);
@@ -43,10 +47,17 @@ __device__ __forceinline__ void load_experts(const LowLatencyDispatchArgs& args,
   }
 }
 
-// Gives `count` pairs their places, in order. One warp calls it.
-__device__ __forceinline__ void assign_places(const LowLatencyShape& shape, Routing& routing,
-                                              int count) {
+// Gives the `count` pairs from `first` on their places, in order, and publishes them. One warp
+// calls it.
+__device__ __forceinline__ void publish_routes(const LowLatencyDispatchArgs& args,
+                                               const LowLatencyBuffer& buffer, Routing& routing,
+                                               int64_t first, int count) {
+  const LowLatencyView& view = args.view;
   const uint32_t lane = threadIdx.x % kWarp, lower = (1u << lane) - 1;
+  char* memory = view.comm.peers[view.comm.rank];
+  Route* routes = reinterpret_cast<Route*>(memory + buffer.routes);
+  int32_t* order = reinterpret_cast<int32_t*>(memory + buffer.order);
+#pragma unroll 1
   for (int begin = 0; begin < count; begin += kWarp) {
     const int i = begin + static_cast<int>(lane);
     const int expert = i < count ? routing.expert[i] : -1;
@@ -55,34 +66,38 @@ __device__ __forceinline__ void assign_places(const LowLatencyShape& shape, Rout
     __syncwarp();
     if (expert >= 0 && same >> lane == 1) routing.next[expert] = index + 1;  // its highest lane
     __syncwarp();
-    const bool sent = index >= 0 && index < shape.max_tokens && expert < shape.num_experts;
-    if (i < count) routing.index[i] = sent ? index : -1;
+    if (i >= count) continue;
+    const bool sent =
+        index >= 0 && index < view.shape.max_tokens && expert < view.shape.num_experts;
+    routes[first + i] = {sent ? expert : -1, sent ? index : -1};
+    args.index[first + i] = sent ? index : -1;
+    if (sent) {
+      const int64_t place = static_cast<int64_t>(expert) * view.shape.max_tokens + index;
+      order[place] = static_cast<int32_t>(first) + i;
+    }
   }
 }
 
-// Publishes the routes of the block's tokens. Afterwards `routing.next` counts them and all tokens
-// before them. All threads call it.
-static __device__ void stage_routes(const LowLatencyDispatchArgs& args, const Share& share,
-                                    const LowLatencyBuffer& buffer, Routing& routing) {
-  const LowLatencyView& view = args.view;
-  const int slots = view.shape.num_slots;
-  Route* routes = reinterpret_cast<Route*>(view.comm.peers[view.comm.rank] + buffer.routes);
+// Publishes the routes of the block's tokens, whose first pairs are in `routing`. Afterwards the
+// first warp finds all tokens up to the block's last one counted in `routing.next`. All threads
+// call it.
+__device__ __forceinline__ void stage_routes(const LowLatencyDispatchArgs& args, const Share& share,
+                                             const LowLatencyBuffer& buffer, Routing& routing) {
   for (int token = share.begin; token < share.end; token += share.step) {
-    const int64_t first = static_cast<int64_t>(token) * slots;
-    const int count = min(share.step, share.end - token) * slots;
+    const int64_t first = static_cast<int64_t>(token) * args.view.shape.num_slots;
+    const int count = min(share.step, share.end - token) * args.view.shape.num_slots;
     if (token != share.begin) {
       __syncthreads();
       load_experts(args, routing, first, count, false);
       __syncthreads();
     }
-    if (threadIdx.x < kWarp) assign_places(view.shape, routing, count);
-    __syncthreads();
-    for (int i = threadIdx.x; i < count; i += kLowLatencyThreads) {
-      const int index = routing.index[i];
-      routes[first + i] = {index < 0 ? -1 : routing.expert[i], index};
-      args.index[first + i] = index;
-    }
+    if (threadIdx.x < kWarp) publish_routes(args, buffer, routing, first, count);
   }
+}
+
+__device__ __forceinline__ void clear_counts(const LowLatencyShape& shape, Routing& routing) {
+  for (int i = threadIdx.x; i <= shape.num_experts; i += kLowLatencyThreads) routing.next[i] = 0;
+  __syncthreads();
 }
 
 }  // namespace moe_ep

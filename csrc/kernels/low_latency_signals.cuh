@@ -14,6 +14,7 @@
 #include "device/block_scan.cuh"
 #include "device/grid.cuh"
 #include "device/rows.cuh"
+#include "device/wait.cuh"
 #include "kernels/low_latency.h"
 
 namespace moe_ep {
@@ -33,11 +34,11 @@ __device__ __forceinline__ bool is_near(const LowLatencyView& view, int peer) {
 }
 
 // Warps of all blocks share units 0, 1, ... of work.
-__device__ __forceinline__ int64_t first_unit() {
-  return static_cast<int64_t>(blockIdx.x) * kLowLatencyWarps + threadIdx.x / kWarp;
+__device__ __forceinline__ int first_unit() {
+  return static_cast<int>(blockIdx.x * kLowLatencyWarps + threadIdx.x / kWarp);
 }
-__device__ __forceinline__ int64_t unit_step() {
-  return static_cast<int64_t>(gridDim.x) * kLowLatencyWarps;
+__device__ __forceinline__ int unit_step() {
+  return static_cast<int>(gridDim.x * kLowLatencyWarps);
 }
 
 __device__ __forceinline__ uint64_t operation_of(const LowLatencyView& view) {
@@ -71,43 +72,104 @@ __device__ __forceinline__ int load_expert(const void* topk_idx, bool is_64_bit,
   return expert < -1 || expert >= kMaxExperts ? kMaxExperts : static_cast<int>(expert);
 }
 
-// Waits, before `operation`, until every peer has received the earlier operation `last`. All
-// threads of the block call it, the last ones wait, and get false if the kernel is to end.
-__device__ __forceinline__ bool poll_received(const LowLatencyView& view, uint64_t operation,
-                                              uint64_t last) {
-  const CommView& comm = view.comm;
-  const int index = static_cast<int>(threadIdx.x) - static_cast<int>(blockDim.x) + comm.num_ranks;
-  if (index < 0 || last == 0) return true;
-  const int peer = (comm.rank + index) % comm.num_ranks;
-  const uint64_t* word = word_at(view, comm.rank, buffer_of(view, last).received, peer);
-  uint64_t seen = ptx::load_acquire_system(word);
-  for (Deadline deadline; seen < last; seen = ptx::load_acquire_system(word)) {
-    if (!deadline.expired(comm, comm.timeout_ns)) continue;
-    seen = ptx::load_acquire_system(word);  // the last look
-    if (seen >= last) break;
-    record_fault(comm, peer, kPhaseBufferFree, operation, last, seen);
+// Looks until `look` says that it has seen enough. False: the kernel is to end, and `report` has
+// said why.
+template <typename Look, typename Report>
+__device__ __forceinline__ bool poll(const CommView& comm, Look look, Report report) {
+  if (look()) return true;
+  for (Deadline deadline;;) {
+    const bool expired = deadline.expired(comm, comm.timeout_ns);
+    if (look()) return true;  // after expiry: the last look
+    if (!expired) continue;
+    report();
     return false;
+  }
+}
+
+// The threads of a block share the words that blocks of all peers write. Calls poll_word(peer,
+// block) for each that this thread sees to, until one is false; it returns, by reference, how many
+// blocks the peer has. expected: mostly right, so that few threads wait.
+template <typename PollWord>
+__device__ __forceinline__ bool poll_block_words(const LowLatencyView& view, int expected,
+                                                 PollWord poll_word) {
+  const int step = static_cast<int>(view.ranks.quotient(kLowLatencyThreads));
+  const int first = static_cast<int>(view.ranks.quotient(threadIdx.x));
+  if (first >= step) return true;
+  const int place = static_cast<int>(threadIdx.x) - first * view.shape.num_ranks + view.comm.rank;
+  const int peer = place < view.shape.num_ranks ? place : place - view.shape.num_ranks;
+  int num_blocks = expected;
+#pragma unroll 1
+  for (int block = first; block < expected; block += step) {
+    if (!poll_word(peer, block, num_blocks)) return false;
+  }
+  if (first != 0) return true;
+#pragma unroll 1
+  for (int block = expected; block < num_blocks; ++block) {
+    if (!poll_word(peer, block, num_blocks)) return false;
   }
   return true;
 }
 
+// Waits, before `operation`, until every peer has received the earlier operation `last`. All
+// threads of the block call it, each for some words, and get false if the kernel is to end.
+__device__ __forceinline__ bool poll_received(const LowLatencyView& view, uint64_t operation,
+                                              uint64_t last, int expected_blocks) {
+  const CommView& comm = view.comm;
+  if (last == 0) return true;
+  return poll_block_words(view, expected_blocks, [&](int peer, int block, int& num_blocks) {
+    const uint64_t* words =
+        word_at(view, comm.rank, buffer_of(view, last).received, peer * kMaxLowLatencyBlocks);
+    uint64_t first, seen;
+    const auto look = [&] {
+      seen = ptx::load_acquire_system(words + block);
+      if (block != 0 && received_operation(seen) == last) return true;
+      // It was a launch of fewer blocks, or there was a later one, which tells of this one, too.
+      first = ptx::load_acquire_system(words);
+      num_blocks = received_blocks(first);
+      return received_operation(first) >= last &&
+             (block >= num_blocks || received_operation(seen) >= last);
+    };
+    const auto report = [&] {
+      const uint64_t what = received_operation(first) < last ? first : seen;
+      record_fault(comm, peer, kPhaseBufferFree, operation, last, received_operation(what));
+    };
+    return poll(comm, look, report);
+  });
+}
+
 // Waits until the buffer of an operation to be sent is free; as poll_received.
 __device__ __forceinline__ bool poll_buffer_free(const LowLatencyView& view, uint64_t operation) {
-  return poll_received(view, operation, operation > 2 ? operation - 2 : 0);
+  return poll_received(view, operation, operation > 2 ? operation - 2 : 0, gridDim.x);
+}
+
+// Gives a rank of this host a word after all that this thread has done or, by a barrier, knows to
+// be done.
+template <typename Link>
+__device__ __forceinline__ void release_word(const LowLatencyView& view, uint64_t* word,
+                                             uint64_t value) {
+  if (!Link::kBorder && view.one_gpu != 0) {
+    ptx::fence_acq_rel_device();
+  } else {
+    ptx::fence_acq_rel_system();
+  }
+  ptx::store_relaxed_system(word, value);
 }
 
 // Tells a rank how many blocks of this launch write rows that it can read, and this rank's tokens:
-// every peer, or those of this host. Called by all threads of one block.
+// every peer, or those of this host. Called by one warp or more of one block.
 template <typename Link>
 __device__ __forceinline__ void signal_senders(const LowLatencyView& view, uint64_t operation,
                                                int num_blocks, int num_tokens, bool to_all) {
   const CommView& comm = view.comm;
-  if (threadIdx.x >= comm.num_ranks) return;
-  const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
-  if (!to_all && !is_near<Link>(view, peer)) return;
+  if (threadIdx.x >= kWarp) return;
   const int64_t words = buffer_of(view, operation).senders;
-  const int blocks = is_near<Link>(view, peer) ? num_blocks : 0;
-  set_word<Link>(view, peer, words, comm.rank, ready_word(operation, blocks, false, num_tokens));
+  for (int i = threadIdx.x; i < comm.num_ranks; i += kWarp) {
+    const int peer = (comm.rank + i) % comm.num_ranks;
+    const bool near = is_near<Link>(view, peer);
+    if (!to_all && !near) continue;
+    set_word<Link>(view, peer, words, comm.rank,
+                   ready_word(operation, near ? num_blocks : 0, false, num_tokens));
+  }
 }
 
 // Tells every rank of the other hosts how many messages this launch puts for it: count_of(rank).
@@ -124,47 +186,47 @@ __device__ __forceinline__ void signal_messages(const LowLatencyView& view, uint
                  ready_word(operation, view.tag, bad, count));
 }
 
-// Tells every peer of this host that this block has written its rows. All threads of the block call
-// it.
+// Gives every peer of this host this block's word, among `words`, after all that the block has
+// done. All threads of the block call it.
 template <typename Link>
-__device__ __forceinline__ void signal_block(const LowLatencyView& view, uint64_t operation) {
+__device__ __forceinline__ void signal_block(const LowLatencyView& view, int64_t words,
+                                             uint64_t word) {
   const CommView& comm = view.comm;
   __syncthreads();
   if (threadIdx.x >= comm.num_ranks) return;
   const int peer = (comm.rank + threadIdx.x) % comm.num_ranks;
   if (!is_near<Link>(view, peer)) return;
   const int index = comm.rank * kMaxLowLatencyBlocks + blockIdx.x;
-  // Its release covers the whole block: the barrier has ordered what the others wrote before it.
-  ptx::store_release_system(word_at(view, peer, buffer_of(view, operation).blocks, index),
-                            operation);
+  release_word<Link>(view, word_at(view, peer, words, index), word);
 }
 
-// Ends a launch: after a send the next operation may begin, after a receive the peers are told that
-// their rows have been read. Called by all threads of every block; the last block to come does it.
+// Tells every peer of this host that this block has read its rows, and those of other hosts, by the
+// last block to come, that all blocks have; as signal_block.
 template <typename Link>
-__device__ __forceinline__ void finish(const LowLatencyView& view, uint64_t operation) {
-  const CommView& comm = view.comm;
-  bool is_last = false;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    // Nothing but reads must have happened before: an arrival of the GPU's scope is enough.
-    is_last = ptx::add_acq_rel_device(&comm.control->arrived_end, 1) == gridDim.x - 1;
-  }
-  if (is_last) {
-    comm.control->arrived_end = 0;  // for the next kernel
-    if ((view.parts & kSend) != 0) {
-      comm.control->operation = operation;
-      if ((view.parts & kReceive) == 0) *view.ticket = operation;
+__device__ __forceinline__ void signal_received(const LowLatencyView& view, uint64_t operation) {
+  const int64_t words = buffer_of(view, operation).received;
+  signal_block<Link>(view, words, received_word(operation, gridDim.x));
+  if constexpr (Link::kBorder) {
+    const int rank = view.comm.rank;
+    if (!arrive_last(&view.comm.control->arrived_stage)) return;
+    __threadfence_system();
+    for (int i = threadIdx.x; i < view.hosts.num_far(); i += kLowLatencyThreads) {
+      set_word<Link>(view, view.hosts.far_rank(i, view.hosts.host_of(rank)), words,
+                     rank * kMaxLowLatencyBlocks, received_word(operation, 1));
     }
   }
-  // A word to another host takes its thread long: each is written by another one.
-  if (Link::kBorder) is_last = __syncthreads_or(is_last) != 0;
-  if ((view.parts & kReceive) == 0 || !is_last) return;
-  __threadfence_system();
-  const int64_t words = buffer_of(view, operation).received;
-  for (int i = threadIdx.x; i < comm.num_ranks; i += Link::kBorder ? kLowLatencyThreads : 1) {
-    set_word<Link>(view, (comm.rank + i) % comm.num_ranks, words, comm.rank, operation);
-  }
+}
+
+// Once all blocks of a send know the operation's number, the next launch may have another. Called
+// by all threads of every block, after a barrier.
+__device__ __forceinline__ void count_operation(const LowLatencyView& view, uint64_t operation) {
+  constexpr int kThread = kLowLatencyThreads / 2;  // its warp has little else to do
+  Control* control = view.comm.control;
+  if (threadIdx.x != kThread) return;
+  if (ptx::add_acq_rel_device(&control->arrived_end, 1) != gridDim.x - 1) return;
+  control->arrived_end = 0;  // for the next launch
+  control->operation = operation;
+  if ((view.parts & kReceive) == 0) *view.ticket = operation;
 }
 
 // How long a block has waited for each rank, in shared memory.
@@ -177,36 +239,20 @@ struct Waited {
     if (threadIdx.x == 0) start = ptx::global_nanoseconds();
     __syncthreads();
   }
+  __device__ __forceinline__ void note(int peer) {
+    atomicMax(&ns[peer], ptx::global_nanoseconds() - start);
+  }
   __device__ __forceinline__ void add_to(int64_t* waiting_stats, int num_ranks) const {
-    if (waiting_stats == nullptr || blockIdx.x != 0 || threadIdx.x >= num_ranks) return;
+    if (threadIdx.x >= num_ranks) return;
     waiting_stats[threadIdx.x] += static_cast<int64_t>(ns[threadIdx.x]);
   }
 };
 
-// Who has sent what, in shared memory.
+// What is known of the senders, in shared memory.
 struct Senders {
-  int32_t blocks[kMaxRanks];
   int32_t tokens[kMaxRanks];
-  Waited waited;
+  Waited waited;  // used where somebody wants to know it
 };
-
-// Waits for a word of `peer`. False: the kernel is to end.
-__device__ __forceinline__ bool poll_word(const LowLatencyView& view, const uint64_t* word,
-                                          int peer, uint64_t operation, Phase phase,
-                                          Senders& senders, uint64_t& seen) {
-  const CommView& comm = view.comm;
-  const uint32_t number = static_cast<uint32_t>(operation);
-  seen = ptx::load_acquire_system(word);
-  for (Deadline deadline; word_operation(seen) != number;) {
-    const bool expired = deadline.expired(comm, comm.timeout_ns);
-    seen = ptx::load_acquire_system(word);  // after expiry: the last look
-    if (!expired || word_operation(seen) == number) continue;
-    record_fault(comm, peer, phase, operation, ready_word(operation, view.tag, false, 0), seen);
-    return false;
-  }
-  atomicMax(&senders.waited.ns[peer], ptx::global_nanoseconds() - senders.waited.start);
-  return true;
-}
 
 // Looks at what a word of `peer` says about its operation. False: the kernel is to end.
 __device__ __forceinline__ bool check_word(const LowLatencyView& view, int peer, uint64_t operation,
@@ -220,91 +266,129 @@ __device__ __forceinline__ bool check_word(const LowLatencyView& view, int peer,
   return true;
 }
 
-// Waits for E words beginning at `words`, E/R of each rank in order, and calls store(i, count) for
-// each; and for how many blocks send. of_all: of all ranks; else those of other hosts count as
-// zero. All threads of the block call it and get the same answer, after a barrier. False: the
-// kernel is to end.
-template <typename Link, typename Store>
-__device__ __forceinline__ bool wait_words(const LowLatencyView& view, int64_t words,
-                                           uint64_t operation, Phase phase, Senders& senders,
-                                           bool of_all, Store store) {
-  const CommView& comm = view.comm;
-  const int experts = view.shape.num_experts, local = experts / comm.num_ranks;
-  bool passed = true;
-  for (int i = threadIdx.x; i < experts + comm.num_ranks && passed; i += kLowLatencyThreads) {
-    const bool is_sender = i >= experts;
-    const int peer = is_sender ? i - experts : i / local;
-    uint64_t seen = 0;
-    if (of_all || is_near<Link>(view, peer)) {
-      const int64_t at = is_sender ? buffer_of(view, operation).senders : words;
-      passed = poll_word(view, word_at(view, comm.rank, at, is_sender ? peer : i), peer, operation,
-                         phase, senders, seen);
-      passed = passed && (is_sender || check_word(view, peer, operation, phase, seen));
-    }
-    if (is_sender) {
-      senders.blocks[peer] = static_cast<int32_t>(word_tag(seen));
-      senders.tokens[peer] = word_count(seen);
-    } else {
-      store(i, word_count(seen));
-    }
-  }
-  return __syncthreads_and(passed) != 0;
+// What a launch waits for, before it receives.
+struct Awaited {
+  int64_t words;  // E of them, E/R of each rank in order
+  uint64_t operation;
+  Phase phase;
+  bool of_all;     // the words and the numbers of tokens of all ranks; else of this host's only
+  bool at_host;    // between hosts, messages to this host; else to this rank alone
+  int64_t* stats;  // LowLatencyDispatchArgs::waiting_stats
+  Waited* waited;  // null where nobody wants to know
+};
+
+// Waits for a ready word of `peer` for the operation. False: the kernel is to end.
+__device__ __forceinline__ bool poll_ready(const LowLatencyView& view, const Awaited& awaited,
+                                           const uint64_t* word, int peer, uint64_t& seen) {
+  const auto look = [&] {
+    seen = ptx::load_acquire_system(word);
+    return word_operation(seen) == static_cast<uint32_t>(awaited.operation);
+  };
+  const auto report = [&] {
+    record_fault(view.comm, peer, awaited.phase, awaited.operation,
+                 ready_word(awaited.operation, view.tag, false, 0), seen);
+  };
+  return poll(view.comm, look, report) &&
+         check_word(view, peer, awaited.operation, awaited.phase, seen);
 }
 
-// Waits until all of them have written their rows; as wait_words.
-__device__ __forceinline__ bool wait_blocks(const LowLatencyView& view, uint64_t operation,
-                                            Phase phase, Senders& senders) {
-  const CommView& comm = view.comm;
-  int most = 0;
-  for (int i = 0; i < comm.num_ranks; ++i) most = max(most, senders.blocks[i]);
-  bool passed = true;
-  for (int i = threadIdx.x; i < most * comm.num_ranks && passed; i += kLowLatencyThreads) {
-    const int peer = i / most, block = i % most;
-    if (block >= senders.blocks[peer]) continue;
-    const int64_t words = buffer_of(view, operation).blocks;
-    const uint64_t* word = word_at(view, comm.rank, words, peer * kMaxLowLatencyBlocks + block);
-    uint64_t seen = ptx::load_acquire_system(word);
-    for (Deadline deadline; seen != operation;) {
-      const bool expired = deadline.expired(comm, comm.timeout_ns);
-      seen = ptx::load_acquire_system(word);  // after expiry: the last look
-      if (!expired || seen == operation) continue;
-      record_fault(comm, peer, phase, operation, operation, seen);
-      passed = false;
-      break;
+// Waits for the E words and calls store(i, count) for each; 0 for those that are not awaited.
+template <typename Link, typename Store>
+__device__ __forceinline__ bool poll_words(const LowLatencyView& view, const Awaited& awaited,
+                                           Store store) {
+  const int local = static_cast<int>(view.ranks.quotient(view.shape.num_experts));
+  // The last threads first: the first ones see to blocks.
+  for (int i = kLowLatencyThreads - 1 - static_cast<int>(threadIdx.x); i < view.shape.num_experts;
+       i += kLowLatencyThreads) {
+    const int peer = i / local;
+    uint64_t seen = 0;
+    if (awaited.of_all || is_near<Link>(view, peer)) {
+      const uint64_t* word = word_at(view, view.comm.rank, awaited.words, i);
+      if (!poll_ready(view, awaited, word, peer, seen)) return false;
+      if (awaited.waited != nullptr) awaited.waited->note(peer);
     }
-    atomicMax(&senders.waited.ns[peer], ptx::global_nanoseconds() - senders.waited.start);
+    store(i, word_count(seen));
   }
-  return __syncthreads_and(passed) != 0;
+  return true;
+}
+
+// Waits until all blocks of all peers of this host that write rows have written them, and for
+// everybody's number of tokens.
+template <typename Link>
+__device__ __forceinline__ bool poll_blocks(const LowLatencyView& view, const Awaited& awaited,
+                                            Senders& senders) {
+  const CommView& comm = view.comm;
+  const uint64_t operation = awaited.operation;
+  const LowLatencyBuffer& buffer = buffer_of(view, operation);
+  return poll_block_words(view, gridDim.x, [&](int peer, int block, int& num_blocks) {
+    if (!awaited.of_all && !is_near<Link>(view, peer)) return true;
+    const uint64_t* sender = word_at(view, comm.rank, buffer.senders, peer);
+    const uint64_t* word =
+        word_at(view, comm.rank, buffer.blocks, peer * kMaxLowLatencyBlocks + block);
+    uint64_t said, seen;
+    const auto knows = [&] { return word_operation(said) == static_cast<uint32_t>(operation); };
+    const auto look = [&] {
+      seen = ptx::load_acquire_system(word);
+      if (block != 0 && seen == operation) return true;
+      said = ptx::load_relaxed_system(sender);
+      num_blocks = static_cast<int>(word_tag(said));
+      return knows() && (block >= num_blocks || seen == operation);
+    };
+    const auto report = [&] {
+      const uint64_t ready = ready_word(operation, view.tag, false, 0);
+      record_fault(comm, peer, awaited.phase, operation, knows() ? operation : ready,
+                   knows() ? seen : said);
+    };
+    if (!poll(comm, look, report)) return false;
+    if (awaited.waited != nullptr) awaited.waited->note(peer);
+    if (block == 0) senders.tokens[peer] = word_count(said);
+    return true;
+  });
 }
 
 // Waits until all that ranks of other hosts have put has come: to this rank or, at_host, to the
-// ranks of their places on this host; as wait_words.
-__device__ __forceinline__ bool wait_messages(const LowLatencyView& view, uint64_t operation,
-                                              Phase phase, Senders& senders, bool at_host) {
+// ranks of their places on this host.
+__device__ __forceinline__ bool poll_messages(const LowLatencyView& view, const Awaited& awaited) {
   const CommView& comm = view.comm;
-  const LowLatencyBuffer& buffer = buffer_of(view, operation);
+  const LowLatencyBuffer& buffer = buffer_of(view, awaited.operation);
   const int host = view.hosts.host_of(comm.rank);
-  bool passed = true;
-  if (threadIdx.x < view.hosts.num_far()) {
-    const int peer = view.hosts.far_rank(threadIdx.x, host);
-    uint64_t told;
-    passed = poll_word(view, word_at(view, comm.rank, buffer.messages, peer), peer, operation,
-                       phase, senders, told);
-    passed = passed && check_word(view, peer, operation, phase, told);
-    const uint64_t expected = word_count(told);
-    const uint64_t* counter = word_at(view, at_host ? view.hosts.rail(peer, host) : comm.rank,
-                                      at_host ? buffer.arrived_host : buffer.arrived, peer);
-    uint64_t seen = ptx::load_acquire_system(counter) & kMaxLowLatencyTokens;
-    for (Deadline deadline; passed && seen != expected;) {
-      const bool expired = deadline.expired(comm, comm.timeout_ns);
-      seen = ptx::load_acquire_system(counter) & kMaxLowLatencyTokens;
-      if (!expired || seen == expected) continue;  // after expiry: the last look
-      record_fault(comm, peer, phase, operation, expected, seen);
-      passed = false;
-    }
-    atomicMax(&senders.waited.ns[peer], ptx::global_nanoseconds() - senders.waited.start);
+  if (threadIdx.x >= view.hosts.num_far()) return true;
+  const int peer = view.hosts.far_rank(threadIdx.x, host);
+  uint64_t told, seen;
+  if (!poll_ready(view, awaited, word_at(view, comm.rank, buffer.messages, peer), peer, told)) {
+    return false;
   }
-  return __syncthreads_and(passed) != 0;
+  const uint64_t expected = word_count(told);
+  const uint64_t* counter = word_at(view, awaited.at_host ? view.hosts.rail(peer, host) : comm.rank,
+                                    awaited.at_host ? buffer.arrived_host : buffer.arrived, peer);
+  const auto look = [&] {
+    seen = ptx::load_acquire_system(counter) & kMaxLowLatencyTokens;
+    return seen == expected;
+  };
+  const auto report = [&] {
+    record_fault(comm, peer, awaited.phase, awaited.operation, expected, seen);
+  };
+  if (!poll(comm, look, report)) return false;
+  if (awaited.waited != nullptr) awaited.waited->note(peer);
+  return true;
+}
+
+// All waits at once: nothing but the slowest word counts. All threads of the block call it and get
+// the same answer, after a barrier. False: the kernel is to end.
+template <typename Link, typename Store>
+__device__ __forceinline__ bool wait_for_senders(const LowLatencyView& view, Awaited awaited,
+                                                 Senders& senders, Store store) {
+  const bool noted = awaited.stats != nullptr && blockIdx.x == 0;
+  awaited.waited = noted ? &senders.waited : nullptr;
+  if (noted) senders.waited.begin();
+  bool passed = poll_words<Link>(view, awaited, store);
+  passed = passed && poll_blocks<Link>(view, awaited, senders);
+  if constexpr (Link::kBorder) passed = passed && poll_messages(view, awaited);
+  if (__syncthreads_and(passed) == 0) return false;
+  // All peers have sent, so nothing that comes next can keep this launch from its end.
+  ptx::launch_next();
+  if (noted) senders.waited.add_to(awaited.stats, view.comm.num_ranks);
+  return true;
 }
 
 }  // namespace moe_ep

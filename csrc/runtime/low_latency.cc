@@ -18,6 +18,8 @@ const char* phase_name(Phase phase) {
       return "low_latency_combine (expert rows)";
     case kPhaseBlockSignal:
       return "low_latency_combine (block_signals)";
+    case kPhasePing:
+      return "the exchange of a signal (its answer)";
     default:
       return "no phase";
   }
@@ -137,6 +139,9 @@ LowLatency::Prepared LowLatency::prepare(const LowLatencyCall& call, const Launc
   view.comm.host = host_mapped_;
   for (int i = 0; i < num_ranks_; ++i) view.comm.peers[i] = peer(i);
   view.shape = call.shape;
+  view.ranks = divide_by(num_ranks_);
+  view.slots = divide_by(call.shape.num_slots);
+  view.one_gpu = one_gpu_;
   view.tag = static_cast<uint32_t>(call.tag);
   view.parts = call.parts;
   view.ticket = pointer<uint64_t>(call.ticket);
@@ -176,10 +181,13 @@ void LowLatency::dispatch(const LowLatencyCall& call, const LowLatencyDispatchTe
   args.topk_idx = pointer<const void>(tensors.topk_idx);
   args.topk_is_64_bit = tensors.topk_is_64_bit;
   args.num_tokens = tensors.num_tokens;
+  args.stage_parts = divide_by(
+      static_cast<uint32_t>(ceil_div(prepared.view.layout.row_bytes / kVectorBytes, kWarp)));
   args.power_of_two_scales = tensors.fp8 == 2;
   args.index = pointer<int32_t>(tensors.index);
   args.row_shape =
       pieces_of(row_bytes, static_cast<int64_t>(num_ranks_) * shape.max_tokens, launch);
+  args.pieces = divide_by(args.row_shape.pieces);
   args.rows = pointer<char>(tensors.rows);
   args.scales = pointer<void>(tensors.scales);
   args.pack_scales = tensors.pack_scales;
@@ -214,6 +222,8 @@ void LowLatency::combine(const LowLatencyCall& call, const LowLatencyCombineTens
   args.blocks_per_expert = tensors.blocks_per_expert;
   args.signal_value = static_cast<uint32_t>(tensors.signal_value);
   args.sum_shape = pieces_of(row_bytes, tensors.num_tokens, launch);
+  args.send_pieces = divide_by(args.send_shape.pieces);
+  args.sum_pieces = divide_by(args.sum_shape.pieces);
   args.topk_idx = pointer<const void>(tensors.topk_idx);
   args.topk_is_64_bit = tensors.topk_is_64_bit;
   args.topk_weights = pointer<const float>(tensors.topk_weights);
@@ -238,6 +248,16 @@ void LowLatency::wait_expert_out(const LowLatencyShape& shape, int which, const 
   const Prepared prepared = prepare({shape, 0, 0, 0}, launch);
   check_cuda(launch_low_latency_wait_expert_out(prepared.view, which, prepared.stream),
              "low-latency wait kernel");
+}
+
+void LowLatency::ping(const LowLatencyShape& shape, int peer, int rounds, uintptr_t nanoseconds,
+                      const Launch& launch) {
+  check(peer >= 0 && peer < num_ranks_ && peer != rank_ && rounds >= 1, "a peer and rounds");
+  const Prepared prepared = prepare({shape, 0, 0, 0}, launch);
+  check_cuda(launch_low_latency_ping(prepared.view, peer, pings_[peer] + 1, rounds,
+                                     pointer<int64_t>(nanoseconds), prepared.stream),
+             "low-latency ping kernel");
+  pings_[peer] += static_cast<uint64_t>(rounds) + 1;
 }
 
 std::optional<Fault> LowLatency::fault() const {

@@ -56,6 +56,9 @@ class LowLatency {
   void release_memory();
   SymmetricMemory& memory() const;
 
+  // Whether all ranks share one GPU; false until it is told.
+  void set_one_gpu(bool one_gpu) { one_gpu_ = one_gpu; }
+
   // Both are asynchronous.
   void dispatch(const LowLatencyCall& call, const LowLatencyDispatchTensors& tensors,
                 const Launch& launch);
@@ -67,6 +70,11 @@ class LowLatency {
   uintptr_t expert_out(const LowLatencyShape& shape, int which);
   // Makes the stream wait until no peer reads it any more.
   void wait_expert_out(const LowLatencyShape& shape, int which, const Launch& launch);
+
+  // Measures how long a signal takes to `peer` and back, which must make the same call; what is
+  // measured is written to the device address `nanoseconds`, int64.
+  void ping(const LowLatencyShape& shape, int peer, int rounds, uintptr_t nanoseconds,
+            const Launch& launch);
 
   // Whether the device has reported nothing: what the next two would tell.
   bool is_quiet() const { return host_->fault.state == 0 && host_->bad_peer == 0; }
@@ -93,6 +101,8 @@ class LowLatency {
 
   int rank_, num_ranks_;
   bool early_ = false;  // LowLatencyLaunch::early
+  bool one_gpu_ = false;
+  uint64_t pings_[kMaxRanks] = {};  // words that were exchanged with each peer
   std::unique_ptr<SymmetricMemory> memory_;
   Control* control_ = nullptr;
   HostState* host_ = nullptr;         // as the host sees it

@@ -37,7 +37,8 @@ struct LowLatencyBuffer {
                      // rows; its count: its tokens
   int64_t blocks;    // uint64 [R][kMaxLowLatencyBlocks]: the operation whose rows a block of the
                      // peer has written
-  int64_t received;  // uint64 [R]: the operation whose rows the peer has read
+  int64_t received;  // uint64 [R][kMaxLowLatencyBlocks]: received_word() of the operation whose
+                     // rows a block of the peer, or of another host the whole peer, has read
   // Signals between hosts. Messages are counted from the start on, modulo 1 << kWordCountBits.
   int64_t counts_out;    // uint64 [E]: the `counts` of the experts' ranks, as this rank puts them
   int64_t messages;      // uint64 [R]: a ready word; its count: messages that the peer has put
@@ -46,6 +47,7 @@ struct LowLatencyBuffer {
   // Data. A row holds H bf16 values, or H FP8 values followed by their H/128 scales.
   int64_t rows;    // dispatch, of this rank: [Tmax][row_bytes]; combine: [Tmax][K][row_bytes]
   int64_t routes;  // dispatch, of this rank: Route [Tmax][K]
+  int64_t order;   // dispatch, of this rank: int32 [E][Tmax], token*K + k of its rows for an expert
                    // What other hosts put follows: see low_latency_hosts.h.
   // Not of an operation but of a combine's caller, who asks for one or the other.
   int64_t expert_out;  // [L][R*Tmax][row_bytes]
@@ -54,9 +56,10 @@ struct LowLatencyBuffer {
 
 struct LowLatencyLayout {
   LowLatencyBuffer buffers[2];
+  int64_t pings;  // uint64 [R]: of the peer, to measure how long a signal takes
   int64_t row_bytes;
   int64_t routes_bytes;  // of one rank's routes
-  int64_t stage_bytes;   // of one rank's staged rows and their routes
+  int64_t stage_bytes;   // of one rank's staged rows, their routes and their order
   int64_t signal_bytes;  // at the front of the memory: must start at zero
   int64_t total;         // bytes this shape needs, on however many hosts: the size hint
 };
@@ -92,12 +95,13 @@ inline LowLatencyLayout low_latency_layout(const LowLatencyShape& shape, int64_t
     buffer.places = take(kMaxExperts * 8);
     buffer.senders = take(kMaxRanks * 8);
     buffer.blocks = take(kMaxRanks * kMaxLowLatencyBlocks * 8);
-    buffer.received = take(kMaxRanks * 8);
+    buffer.received = take(kMaxRanks * kMaxLowLatencyBlocks * 8);
     buffer.counts_out = take(kMaxExperts * 8);
     buffer.messages = take(kMaxRanks * 8);
     buffer.arrived = take(kMaxRanks * 8);
     buffer.arrived_host = take(kMaxRanks * 8);
   }
+  layout.pings = take(kMaxRanks * 8);
   layout.signal_bytes = end;
   layout.row_bytes = static_cast<int64_t>(shape.hidden) * 2;
   const int64_t tokens = shape.max_tokens, slots = max_low_latency_slots(shape.num_experts);
@@ -105,19 +109,22 @@ inline LowLatencyLayout low_latency_layout(const LowLatencyShape& shape, int64_t
   const int64_t staged = align_up(tokens * layout.row_bytes, kLowLatencyAlign);
   layout.routes_bytes =
       align_up(tokens * slots * static_cast<int64_t>(sizeof(Route)), kLowLatencyAlign);
-  layout.stage_bytes = staged + layout.routes_bytes;
+  const int64_t order = align_up(tokens * shape.num_experts * static_cast<int64_t>(sizeof(int32_t)),
+                                 kLowLatencyAlign);
+  layout.stage_bytes = staged + layout.routes_bytes + order;
   // Expert rows, of which a token has no more slots than there are experts; a stage for each host;
-  // or one, with a slot for each row that comes from another host.
+  // or one, with routes and a slot for each row that comes from another host.
   int64_t most = tokens * shape.num_experts * layout.row_bytes;
   const int64_t inboxes = ranks * layout.stage_bytes;
   const int64_t slot_rows = tokens * (shape.num_experts - local) * layout.row_bytes;
-  const int64_t in_slots = staged + ranks * layout.routes_bytes + slot_rows;
+  const int64_t in_slots = layout.stage_bytes + ranks * layout.routes_bytes + slot_rows;
   if (most < inboxes) most = inboxes;
   if (most < in_slots) most = in_slots;
   const int64_t part = low_latency_part(end, num_bytes);
   for (int i = 0; i < 2; ++i) {
     layout.buffers[i].rows = layout.signal_bytes + i * part;
     layout.buffers[i].routes = layout.buffers[i].rows + staged;
+    layout.buffers[i].order = layout.buffers[i].routes + layout.routes_bytes;
     layout.buffers[i].expert_out = layout.signal_bytes + (2 + i) * part;
     layout.buffers[i].returning = layout.signal_bytes + (4 + i) * part;
   }
@@ -145,6 +152,18 @@ MOE_EP_HOST_DEVICE uint32_t word_tag(uint64_t word) {
 MOE_EP_HOST_DEVICE bool word_is_bad(uint64_t word) { return (word >> kWordCountBits & 1) != 0; }
 MOE_EP_HOST_DEVICE int32_t word_count(uint64_t word) {
   return static_cast<int32_t>(word & kMaxLowLatencyTokens);
+}
+
+// What a block tells those whose rows it has read: the operation, and the blocks of its launch.
+constexpr int kWordBlocksBits = 8;
+static_assert(kMaxLowLatencyBlocks < 1 << kWordBlocksBits, "the blocks need more bits");
+
+MOE_EP_HOST_DEVICE uint64_t received_word(uint64_t operation, int num_blocks) {
+  return operation << kWordBlocksBits | static_cast<uint64_t>(num_blocks);
+}
+MOE_EP_HOST_DEVICE uint64_t received_operation(uint64_t word) { return word >> kWordBlocksBits; }
+MOE_EP_HOST_DEVICE int received_blocks(uint64_t word) {
+  return static_cast<int>(word & ((1 << kWordBlocksBits) - 1));
 }
 
 // The count of a combine's word: where the expert's rows for the reader are. source 0: in the

@@ -27,7 +27,7 @@ SCALES_PER_WORD = 4
 ROW_ALIGNMENT = 16  # bytes: what a kernel moves at a time
 _ROW_BYTES_PER_COLUMN = 2
 _MARK_BYTES, _ALIGN = 4096, 256
-_WORD_BYTES, _ROUTE_BYTES, _MAX_RANKS, _MAX_BLOCKS = 8, 8, 64, 255
+_WORD_BYTES, _ROUTE_BYTES, _INDEX_BYTES, _MAX_RANKS, _MAX_BLOCKS = 8, 8, 4, 64, 255
 
 Receive = Callable[[], None]
 
@@ -49,15 +49,17 @@ class Shape:
 
 def num_bytes_needed(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes of symmetric memory: csrc/shared/low_latency_layout.h says for what."""
-    signals = 2 * (3 * MAX_EXPERTS + (5 + _MAX_BLOCKS) * _MAX_RANKS) * _WORD_BYTES
+    words = 2 * (3 * MAX_EXPERTS + (4 + 2 * _MAX_BLOCKS) * _MAX_RANKS) + _MAX_RANKS
+    signals = words * _WORD_BYTES
     row_bytes = hidden * _ROW_BYTES_PER_COLUMN
-    staged = _align(max_tokens * row_bytes)
     routes = _align(max_tokens * min(MAX_SLOTS, num_experts) * _ROUTE_BYTES)
+    order = _align(max_tokens * num_experts * _INDEX_BYTES)
+    stage = _align(max_tokens * row_bytes) + routes + order
     slot_rows = max_tokens * (num_experts - num_experts // num_ranks) * row_bytes
     most = max(
         max_tokens * num_experts * row_bytes,
-        num_ranks * (staged + routes),
-        staged + num_ranks * routes + slot_rows,
+        num_ranks * stage,
+        stage + num_ranks * routes + slot_rows,
     )
     return _MARK_BYTES + signals + 4 * _align(most)
 
@@ -192,6 +194,10 @@ class LowLatencyBackend(Protocol):
 
     def combine_buffer(self, shape: Shape, plan: Any, device: torch.device) -> Tensor:
         """[L, N, H] bf16 for the expert rows of a dispatch, to be combined with `zero_copy`."""
+
+    def round_trip_us(self, peer: int, rounds: int, call: Call) -> float | None:
+        """How long a signal takes to `peer`, which must make the same call, and back: the mean of
+        `rounds`. Waits for them. None: signals are messages of the host."""
 
     def check(self, call: Call) -> None:
         """Raises what is known to have gone wrong before; does not wait."""

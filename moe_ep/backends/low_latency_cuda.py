@@ -92,6 +92,7 @@ class CudaLowLatencyBackend:
         comm = self._core.LowLatency(self._device.index, self.rank, self.size)
         memory = SharedMemory(self._core, comm, channel, self._device)
         memory.connect(num_bytes, call)
+        comm.set_one_gpu(memory.ranks_on_gpu == self.size)
         return comm, memory, memory.ranks_on_gpu
 
     @property
@@ -173,6 +174,15 @@ class CudaLowLatencyBackend:
         if buffer is None:
             return torch.empty(size, dtype=torch.bfloat16, device=device)
         return buffer
+
+    def round_trip_us(self, peer: int, rounds: int, call: Call) -> float | None:
+        self.check(call)
+        took = torch.zeros(1, dtype=torch.int64, device=self._device)
+        shape = self._shape(Shape(1, 8, self.size, 1, fp8=False))
+        self._comm.ping(shape, peer, rounds, took.data_ptr(), self._launch(call))
+        nanoseconds = int(took.item())
+        self.check(call)  # the peer may not have come
+        return nanoseconds / 1e3
 
     def destroy(self) -> None:
         if self._comm is None:

@@ -125,6 +125,10 @@ class NvshmemLowLatencyBackend(CudaLowLatencyBackend):
         Waits for the device."""
         return self._comm.border()
 
+    def round_trip_us(self, peer: int, rounds: int, call: Call) -> float | None:
+        """None: it is not measured where hosts may lie between."""
+        return None
+
     def destroy(self) -> None:
         if self._comm is not None:
             assert isinstance(self._memory, HeapMemory)

@@ -65,6 +65,9 @@ class ReferenceLowLatencyBackend:
         if self._destroyed:
             raise BrokenError(f"rank {self.rank}: {call.phase} after destroy()")
 
+    def round_trip_us(self, peer: int, rounds: int, call: Call) -> float | None:
+        return None
+
     def destroy(self) -> None:
         self._destroyed = True
 

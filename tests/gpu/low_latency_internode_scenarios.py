@@ -52,8 +52,9 @@ def check_all(rank: int, hosts: HostSettings, rounds: int) -> list[str]:
     """Everything that ends well; returns what `low_latency_order.check_hooks` does."""
     for scales in (None, "fp32"):
         check_border(rank, hosts, Case((12, 0, 16, 7), 256, top_k=4, scales=scales))
-    cases = low_latency_cases.common_cases()
-    return low_latency_scenarios.check_all(rank, cases, rounds)
+    low_latency_scenarios.check_rounds(rank, rounds)
+    low_latency_scenarios.check_uneven_sms(rank)
+    return low_latency_scenarios.check_all(rank, low_latency_cases.common_cases())
 
 
 def check_border(rank: int, hosts: HostSettings, case: Case) -> None:

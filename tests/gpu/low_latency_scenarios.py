@@ -32,16 +32,23 @@ _LARGE = [
 ]
 
 
+_MODES = (("plain", None), ("hook", "fp32"), ("plain", "packed"))
+
+
 def prepare(timeout_s: float = 20.0) -> None:
     os.environ["MOE_EP_TIMEOUT_S"] = str(timeout_s)
     Buffer.set_num_sms(NUM_SMS)  # waiting blocks of all ranks must fit on one GPU together
 
 
-def check_all(rank: int, cases: list[Case], rounds: int) -> list[str]:
+def check_rounds(rank: int, rounds: int) -> None:
+    prepare()
+    low_latency_order.check_rounds(rank, rounds, "cuda", _delay)
+
+
+def check_all(rank: int, cases: list[Case]) -> list[str]:
     """Everything that ends well, in one set of processes; returns what `check_hooks` does."""
     prepare()
     low_latency_cases.check_cases(rank, cases, "cuda")
-    low_latency_order.check_rounds(rank, rounds, "cuda", _delay)
     told = low_latency_order.check_hooks(rank, "cuda")
     for case in (Case(exact=False), Case(scales="fp32", exact=False, hidden=1536, mode="plain")):
         check_repeats(case)
@@ -58,6 +65,11 @@ def check_large(rank: int) -> None:
     low_latency_cases.check_cases(rank, _LARGE, "cuda")
 
 
+def check_poisoned(rank: int) -> None:
+    prepare()
+    low_latency_order.check_poisoned(rank, "cuda")
+
+
 def check_sizes(rank: int) -> None:
     """Cases 12 and 18: sizes around a warp and a block, several num_sms, both types of index."""
     prepare()
@@ -70,6 +82,18 @@ def check_sizes(rank: int) -> None:
                 own = (tokens, most - tokens)
                 case = Case(own, 512, max_tokens=most, idx_dtype=dtype, mode=mode)
                 check_case(buffer, case, tokens, "cuda")
+    Buffer.set_num_sms(NUM_SMS)
+    buffer.destroy()
+
+
+def check_uneven_sms(rank: int) -> None:
+    """Every rank launches another number of blocks, and another one each time."""
+    prepare()
+    cases = [Case(mode=mode, scales=scales, hidden=512) for mode, scales in _MODES]
+    buffer = make_buffer(cases)
+    for number in range(24):
+        Buffer.set_num_sms((1, 7, 16, 2, 5)[(rank + number) % 5])
+        check_case(buffer, cases[number // 2 % len(cases)], number, "cuda")
     Buffer.set_num_sms(NUM_SMS)
     buffer.destroy()
 

@@ -1,7 +1,11 @@
-"""Low-latency mode on GPU tensors: the cases of the CPU tests, CUDA graphs, faults."""
+"""Low-latency mode on GPU tensors: the cases of the CPU tests, CUDA graphs, faults.
+
+LOW_LATENCY_ROUNDS=1000 python3 -m pytest tests/gpu/test_gpu_low_latency.py -k random_rounds
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 
 import low_latency_scenarios
@@ -11,15 +15,20 @@ from low_latency_cases import common_cases
 
 from moe_ep.testing import launch_ranks, run_ranks
 
+ROUNDS = int(os.environ.get("LOW_LATENCY_ROUNDS", "150"))
 
-@pytest.mark.parametrize(
-    ("num_ranks", "rounds"), [(1, 150), (2, 300), (3, 200), (4, 200), (8, 150)]
-)
-def test_equals_plain_computation(num_ranks: int, rounds: int) -> None:
-    """Placement, FP8, sums, random rounds with delays, repeats, hooks and CUDA graphs."""
-    outcomes = run_ranks(
-        low_latency_scenarios.check_all, num_ranks, common_cases(), rounds, limit_s=240
-    )
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.timeout(240 + ROUNDS)
+def test_case_21_random_rounds(num_ranks: int) -> None:
+    """Two exchanges at a time, with delays of each rank's own."""
+    run_ranks(low_latency_scenarios.check_rounds, num_ranks, ROUNDS, limit_s=120 + ROUNDS)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_equals_plain_computation(num_ranks: int) -> None:
+    """Placement, FP8, sums, repeats, hooks and CUDA graphs."""
+    outcomes = run_ranks(low_latency_scenarios.check_all, num_ranks, common_cases(), limit_s=240)
     for early, third in outcomes:
         assert early.startswith("OrderError: ") and "hook" in early
         assert third.startswith("OrderError: ") and "2 buffers" in third
@@ -54,9 +63,19 @@ def test_bad_combine_raises_on_all_ranks() -> None:
         assert "rank 2 gave bad input" in told[1], told
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_case_22_poisoned_memory(num_ranks: int) -> None:
+    run_ranks(low_latency_scenarios.check_poisoned, num_ranks, limit_s=120)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_cases_12_and_18_sizes(num_ranks: int) -> None:
     run_ranks(low_latency_scenarios.check_sizes, num_ranks, limit_s=120)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_different_num_sms(num_ranks: int) -> None:
+    run_ranks(low_latency_scenarios.check_uneven_sms, num_ranks, limit_s=120)
 
 
 def test_case_11_different_limits() -> None:

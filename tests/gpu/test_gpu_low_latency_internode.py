@@ -1,8 +1,12 @@
 """Low-latency mode between hosts, simulated on one GPU: across their borders only NVSHMEM is used.
-Results against the plain computation, bytes across the border against the formula."""
+Results against the plain computation, bytes across the border against the formula.
+
+LOW_LATENCY_ROUNDS: of random rounds, as in test_gpu_low_latency.py.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 
 import low_latency_internode_scenarios as internode
@@ -13,21 +17,24 @@ from low_latency_internode_scenarios import HostSettings
 
 from moe_ep.testing import launch_ranks, run_ranks
 
+ROUNDS = int(os.environ.get("LOW_LATENCY_ROUNDS", "100"))
 SHAPES = [HostSettings(2, 2), HostSettings(2, 4), HostSettings(4, 2), HostSettings(3, 2)]
 SHAPES += [HostSettings(3, 1), HostSettings(2, 2, "slots"), HostSettings(3, 2, "slots")]
 
 
 @pytest.mark.parametrize("hosts", SHAPES, ids=lambda hosts: hosts.name)
+@pytest.mark.timeout(300 + ROUNDS)
 def test_equals_plain_computation(hosts: HostSettings) -> None:
-    """Placement, FP8, sums, random rounds with delays, repeats, hooks, CUDA graphs, bytes."""
+    """Placement, FP8, sums, random rounds with delays, different num_sms, repeats, hooks, CUDA
+    graphs, bytes."""
     outcomes = run_ranks(
         internode.between_hosts,
         hosts.num_ranks,
         hosts,
         internode.check_all,
         hosts,
-        100,
-        limit_s=240,
+        ROUNDS,
+        limit_s=240 + ROUNDS,
     )
     for early, third in outcomes:
         assert early.startswith("OrderError: ") and "hook" in early

@@ -13,7 +13,9 @@ from low_latency_cases import (
     check_case,
     check_received,
     check_sum,
+    expected_rows,
     make_buffer,
+    make_inputs,
     receive,
     send,
     send_back,
@@ -102,6 +104,97 @@ def check_hooks(rank: int, device: str) -> list[str]:
     check_case(buffer, case, 5, device)
     buffer.destroy()
     return told
+
+
+def check_poisoned(rank: int, device: str) -> None:
+    """Case 22: all memory that is handed out is NaN, as are rows that earlier operations left."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN from here on
+    assert bool(torch.empty(4, device=device).isnan().all())
+    cases = [
+        Case(mode="plain"),
+        Case(),
+        Case(scales="fp32"),
+        Case(routing="unused", scales="packed"),
+    ]
+    cases = [replace(case, hidden=512) for case in cases]
+    buffer = make_buffer(cases)
+    for seed, case in enumerate(cases):
+        _leave_nan(buffer, case, device)
+        check_case(buffer, case, seed, device)
+        if case.scales is None:
+            _leave_nan(buffer, case, device)
+            _check_gradients(buffer, case, seed, device)
+    buffer.destroy()
+
+
+def _leave_nan(buffer: Any, case: Case, device: str) -> None:
+    """In both buffers, staged rows and returned ones, and in both places for expert rows."""
+    most, size = case.max_tokens, buffer.group_size
+    x = torch.full((most, case.hidden), torch.nan, dtype=torch.bfloat16, device=device)
+    slots = torch.arange(most * case.top_k, device=device).view(most, case.top_k)
+    idx, weights = slots % (case.local * size), torch.ones(slots.shape, device=device)
+    sent = [
+        buffer.low_latency_dispatch(
+            x, idx, most, case.local * size, use_fp8=case.scales is not None
+        )
+        for _ in range(2)
+    ]
+    for zero_copy in (False, True):
+        for _, _, handle, _, _ in sent:
+            rows = buffer.get_next_low_latency_combine_buffer(handle).fill_(torch.nan)
+            rows = rows if zero_copy else rows.clone()
+            out, _, _ = buffer.low_latency_combine(rows, idx, weights, handle, zero_copy=zero_copy)
+            assert bool(out.isnan().all())
+
+
+def _check_gradients(buffer: Any, case: Case, seed: int, device: str) -> None:
+    """A layer whose experts scale their rows, forward and backward, by the low-latency verbs. Small
+    integers: every sum is exact."""
+    size, rank, local = buffer.group_size, buffer.rank, case.local
+    everyone = [make_inputs(case, seed, r, size) for r in range(size)]
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(1, 4, (local * size, case.hidden), generator=generator).float()
+    xs, grads = (
+        [torch.randint(-4, 5, i.x.shape, generator=generator).bfloat16() for i in everyone]
+        for _ in range(2)
+    )
+    idx = everyone[rank].idx.to(device)
+    ones = torch.ones(idx.shape, device=device)
+
+    def exchange(rows: Any) -> tuple[Any, Any, Any]:
+        got, count, handle, _, hook = buffer.low_latency_dispatch(
+            rows[rank].to(device), idx, case.max_tokens, local * size, use_fp8=False
+        )
+        assert hook is None
+        places = torch.arange(got.shape[1], device=device)
+        return got, handle, places < count.unsqueeze(1)
+
+    weight = scales[rank * local : (rank + 1) * local].unsqueeze(1).to(device).requires_grad_()
+    rows, handle, here = exchange(xs)
+    leaf = rows.detach().requires_grad_()
+    y = (leaf[here].float() * weight.expand(rows.shape)[here]).bfloat16()  # experts know the count
+    padded = torch.full_like(rows, torch.nan)
+    padded[here] = y.detach()
+    out = buffer.low_latency_combine(padded, idx, ones, handle)[0]
+    dy, handle, here_again = exchange(grads)
+    assert torch.equal(here, here_again)
+    assert bool(rows[~here].isnan().all() and dy[~here].isnan().all())  # nobody wrote to them
+    y.backward(dy[here])
+    assert leaf.grad is not None
+    padded[here] = leaf.grad[here]
+    dx = buffer.low_latency_combine(padded, idx, ones, handle)[0]
+    for got, sent in ((out, xs), (dx, grads)):
+        used = torch.zeros(sent[rank].shape)
+        for k in range(case.top_k):
+            chosen = everyone[rank].idx[:, k]
+            used += torch.where(chosen.unsqueeze(1) >= 0, scales[chosen], 0.0)
+        assert torch.equal(got.cpu(), (used * sent[rank].float()).bfloat16())
+    assert weight.grad is not None
+    for expert in range(local):
+        total = torch.zeros(case.hidden)
+        for source, token in expected_rows(case, everyone, rank * local + expert):
+            total += xs[source][token].float() * grads[source][token].float()
+        assert torch.equal(weight.grad[expert, 0].cpu(), total)
 
 
 def settle(device: str) -> None:

@@ -109,6 +109,7 @@ def test_low_latency_mode(tmp_path: Path) -> None:
     report, table = bench(tmp_path / "r.json", *flags, "--backend", "reference", ranks=1)
     timings = {timing["name"]: timing for timing in report["timings"]}
     assert report["backend"] == "reference" and not report["errors"]
+    assert report["signal_round_trip_us"] is None and "a signal" not in table
     # A token goes to two experts: as 128 bytes and a scale of 4, and back as bf16.
     assert timings["dispatch"]["payload_bytes"] == 6 * 2 * (128 + 4)
     assert timings["combine"]["payload_bytes"] == 6 * 2 * 128 * 2

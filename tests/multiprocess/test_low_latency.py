@@ -92,6 +92,11 @@ def test_case_21_two_at_a_time(num_ranks: int) -> None:
     run_ranks(_in_environment, num_ranks, "_rounds", limit_s=120)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_case_22_poisoned_memory(num_ranks: int) -> None:
+    run_ranks(_in_environment, num_ranks, "check_poisoned", "cpu", limit_s=120)
+
+
 def _rounds(rank: int) -> None:
     low_latency_order.check_rounds(
         rank, 25, "cpu", lambda generator: time.sleep(generator.choice([0, 0, 0.003]))

@@ -149,6 +149,11 @@ def test_table() -> None:
     )
 
 
+def test_table_gives_the_signal_beside_the_floor() -> None:
+    lines = report.table(SHARED, run(128, signal_round_trip_us=1.234)).splitlines()
+    assert lines[-2] == "# a signal from rank 0 to rank 1 and back: 1.23 us"
+
+
 def test_table_on_a_cpu() -> None:
     text = report.table({**SHARED, "copy_GBps": None}, run(64, whole_way_us=None))
     assert "SMs" not in text and "HBM" not in text and "1 threads a rank" in text

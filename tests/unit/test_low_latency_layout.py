@@ -14,7 +14,7 @@ from moe_ep.backends import low_latency_base as base
 from moe_ep.low_latency import LowLatencyVerbs
 
 LINE_BYTES = 128  # of the L2 cache
-DATA = ("rows", "routes", "expert_out")
+DATA = ("rows", "routes", "order", "expert_out")
 HOST_WORDS = ("messages", "arrived", "arrived_host")
 
 
@@ -45,7 +45,7 @@ def regions(shape: Shape, at: dict[str, int], kind: str) -> list[tuple[str, int,
     """(name, first byte, bytes) of everything that is written while both buffers are used by
     operations of a kind, as the kernels index it."""
     ranks, experts, slots, hidden, tokens = shape
-    taken = [("marks", 0, 7 * 64 * 8)]
+    taken = [("marks", 0, 7 * 64 * 8), ("pings", at["pings"], ranks * 8)]
     for i in range(2):
         staged, returned = tokens * hidden * 2, tokens * slots * hidden * 2
         taken += [
@@ -53,7 +53,7 @@ def regions(shape: Shape, at: dict[str, int], kind: str) -> list[tuple[str, int,
             (f"places_{i}", at[f"places_{i}"], experts * 8),
             (f"senders_{i}", at[f"senders_{i}"], ranks * 8),
             (f"blocks_{i}", at[f"blocks_{i}"], ranks * base._MAX_BLOCKS * 8),
-            (f"received_{i}", at[f"received_{i}"], ranks * 8),
+            (f"received_{i}", at[f"received_{i}"], ranks * base._MAX_BLOCKS * 8),
             (f"counts_out_{i}", at[f"counts_out_{i}"], experts * 8),
             *((f"{name}_{i}", at[f"{name}_{i}"], ranks * 8) for name in HOST_WORDS),
             (f"rows_{i}", at[f"rows_{i}"], staged if kind == "dispatch" else returned),
@@ -61,6 +61,7 @@ def regions(shape: Shape, at: dict[str, int], kind: str) -> list[tuple[str, int,
         ]
         if kind == "dispatch":
             taken.append((f"routes_{i}", at[f"routes_{i}"], tokens * slots * 8))
+            taken.append((f"order_{i}", at[f"order_{i}"], experts * tokens * 4))
     return taken
 
 
@@ -100,7 +101,7 @@ def test_operations_of_different_shapes_use_different_memory(ask: Ask) -> None:
                 shape, at, "combine"
             ):
                 if name.startswith(DATA):
-                    part = name.replace("routes", "rows")
+                    part = name.replace("routes", "rows").replace("order", "rows")
                     parts.setdefault(part, []).extend([begin, begin + length])
         order = [parts[name] for name in ("rows_0", "rows_1", "expert_out_0", "expert_out_1")]
         for one, other in itertools.pairwise(order):
@@ -113,24 +114,26 @@ def test_operations_of_different_shapes_use_different_memory(ask: Ask) -> None:
 
 
 def test_sizes_worked_by_hand(ask: Ask) -> None:
-    """Marks 4096; per buffer 3 x 2048 + 5 x 64 + 64 x 255 words of 8 bytes; then four times the
-    expert rows."""
-    signals = 4096 + 2 * 182272
+    """Marks 4096; per buffer 3 x 2048 + 4 x 64 + 2 x 64 x 255 words of 8 bytes; 64 words; then four
+    times the expert rows."""
+    signals = 4096 + 2 * 312320 + 512
     few = ask([question((8, 32, 8, 4096, 1024), 0)])[0]
     # 32 x 1024 rows of 8192 bytes are 268435456. Four times that: 1073741824.
-    assert few["signal_bytes"] == signals == 368640
-    assert few["total"] == 368640 + 1073741824 == 1074110464
-    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(1024, 4096, 8, 32) == 1074110464
+    assert few["signal_bytes"] == signals == 629248
+    assert few["total"] == 629248 + 1073741824 == 1074371072
+    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(1024, 4096, 8, 32) == 1074371072
     many = ask([question((8, 256, 8, 7168, 128), 0)])[0]
     # 256 x 128 rows of 14336 bytes are 469762048. Four times that: 1879048192.
-    assert many["total"] == 368640 + 1879048192 == 1879416832
-    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 1879416832
+    assert many["total"] == 629248 + 1879048192 == 1879677440
+    assert LowLatencyVerbs.get_low_latency_rdma_size_hint(128, 7168, 8, 256) == 1879677440
     one = ask([question((1, 1, 1, 8, 100), 0)])[0]
-    # 100 rows of 16 bytes and 100 routes of 8, each aligned to 256: 1792 + 1024.
-    assert one["total"] == 368640 + 4 * 2816
-    # On up to four hosts, rows of 16 bytes: a stage for each, 4 x (256 + 256), beats 4 x 2 rows.
+    # 100 rows of 16 bytes, 100 routes of 8 and 100 indices of 4, each aligned to 256: 1792 + 1024 +
+    # 512; once more the routes of one rank.
+    assert one["total"] == 629248 + 4 * 4352
+    # On up to four hosts, rows of 16 bytes: a stage for each, 4 x (256 + 256 + 256), beats 4 x 2
+    # rows.
     small = ask([question((4, 4, 4, 8, 2), 0)])[0]
-    assert small["total"] == 368640 + 4 * 2048
+    assert small["total"] == 629248 + 4 * 3072
 
 
 def test_other_hosts_have_places_of_their_own(ask: Ask) -> None:
@@ -188,6 +191,9 @@ def test_words_keep_their_parts(ask: Ask) -> None:
     places = [(0, 0), (1, 5), (2, (1 << 21) - 1)]
     for place, at in zip(places, ask([f"place {a} {b}" for a, b in places]), strict=True):
         assert (at["source"], at["begin"]) == place and at["fits"]
+    received = [(0, 0), (1, 255), *((generator.getrandbits(50), n) for n in range(1, 256))]
+    for word, at in zip(received, ask([f"received {a} {b}" for a, b in received]), strict=True):
+        assert (at["operation"], at["blocks"]) == word
     # Only the low half of the operation's number travels.
     assert ask([f"word {(5 << 32) + 7} 0 0 1"])[0] == {
         "operation": 7,
@@ -195,6 +201,21 @@ def test_words_keep_their_parts(ask: Ask) -> None:
         "bad": 0,
         "count": 1,
     }
+
+
+def test_divisor(ask: Ask) -> None:
+    generator = random.Random(75)
+    most = (1 << 31) - 1
+    divisors = [1, 2, 3, 7, 64, 641, 65537, most, *(1 << i for i in range(31))]
+    divisors += [generator.randint(1, 1 << generator.randint(1, 31)) for _ in range(2000)]
+    pairs = []
+    for divisor in (min(d, most) for d in divisors):
+        multiple = most // divisor * divisor  # around it a quotient would be wrong first
+        pairs += [(divisor, n) for n in (0, 1, divisor, multiple - 1, multiple, most)]
+        pairs.append((divisor, generator.randint(0, most)))
+    answers = ask([f"divide {divisor} {n}" for divisor, n in pairs])
+    for (divisor, n), at in zip(pairs, answers, strict=True):
+        assert (at["quotient"], at["remainder"]) == divmod(n, divisor), (divisor, n)
 
 
 def test_python_and_the_core_agree(ask: Ask) -> None:

@@ -95,6 +95,7 @@ class LowLatencyMeasurement:
         self.timings: list[Timing] = []
         self.errors: dict[str, str] = {}
         self.backend: str = layout.backend
+        self.round_trip_us: float | None = None
 
     def run(self) -> dict[str, Any]:
         one = self.layout.replace(**{"tokens_per_rank": 1, "model.hidden": 128})
@@ -109,6 +110,8 @@ class LowLatencyMeasurement:
             else:
                 assert made.buffer._low_latency is not None
                 self.backend = made.buffer._low_latency.backend_name
+                if not suffix:
+                    self.round_trip_us = self._round_trip(made)
                 for case in self._cases(made, suffix):
                     self._time(case)
             if made is not None:
@@ -157,6 +160,13 @@ class LowLatencyMeasurement:
             Case("dispatch", verbs.dispatch, there, there_floor),
             Case("combine", verbs.combine, back, back_floor),
         )
+
+    def _round_trip(self, verbs: Verbs) -> float | None:
+        assert verbs.buffer._low_latency is not None
+        took, error = self.ranks.attempt(verbs.buffer._low_latency.round_trip_us)
+        if error is not None:
+            self.errors["signal there and back"] = error
+        return max((us for us in self.ranks.gather(took) if us is not None), default=None)
 
     def _time(self, case: Case) -> None:
         ranks, options = self.ranks, self.options
@@ -211,6 +221,7 @@ class LowLatencyMeasurement:
             "peers": {},
             "timings": [asdict(timing) for timing in self.timings],
             "whole_way_us": None,
+            "signal_round_trip_us": self.round_trip_us,
             "ratio_to_all_to_all": None,
             "ratios": {},
             "errors": self.errors,

@@ -70,6 +70,10 @@ def table(shared: dict[str, Any], run: dict[str, Any]) -> str:
     lines += [
         f"# {what} failed: {error}" for what, error in run["errors"].items() if what not in failed
     ]
+    if run.get("signal_round_trip_us") is not None:
+        lines.append(
+            f"# a signal from rank 0 to rank 1 and back: {run['signal_round_trip_us']:.2f} us"
+        )
     if run["whole_way_us"] is not None:
         ratios = "".join(
             f", {value:.2f} x {_RATIO_NAMES.get(name, f'{name} whole way')}"

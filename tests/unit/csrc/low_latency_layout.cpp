@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "questions.h"
+#include "shared/divisor.h"
 #include "shared/low_latency_hosts.h"
 
 namespace {
@@ -20,19 +21,25 @@ void layout(std::istream& in) {
   in >> shape.num_ranks >> shape.num_experts >> shape.num_slots >> shape.hidden >>
       shape.max_tokens >> num_bytes;
   const LowLatencyLayout at = low_latency_layout(shape, num_bytes);
-  std::printf("{\"row_bytes\": %lld, \"signal_bytes\": %lld, \"total\": %lld",
-              static_cast<long long>(at.row_bytes), static_cast<long long>(at.signal_bytes),
-              static_cast<long long>(at.total));
+  std::printf("{\"row_bytes\": %lld, \"pings\": %lld, \"signal_bytes\": %lld, \"total\": %lld",
+              static_cast<long long>(at.row_bytes), static_cast<long long>(at.pings),
+              static_cast<long long>(at.signal_bytes), static_cast<long long>(at.total));
   for (int i = 0; i < 2; ++i) {
     const LowLatencyBuffer& buffer = at.buffers[i];
-    const std::pair<const char*, int64_t> offsets[] = {
-        {"counts", buffer.counts},         {"places", buffer.places},
-        {"senders", buffer.senders},       {"blocks", buffer.blocks},
-        {"received", buffer.received},     {"rows", buffer.rows},
-        {"routes", buffer.routes},         {"expert_out", buffer.expert_out},
-        {"counts_out", buffer.counts_out}, {"messages", buffer.messages},
-        {"arrived", buffer.arrived},       {"arrived_host", buffer.arrived_host},
-        {"returning", buffer.returning}};
+    const std::pair<const char*, int64_t> offsets[] = {{"counts", buffer.counts},
+                                                       {"places", buffer.places},
+                                                       {"senders", buffer.senders},
+                                                       {"blocks", buffer.blocks},
+                                                       {"received", buffer.received},
+                                                       {"rows", buffer.rows},
+                                                       {"routes", buffer.routes},
+                                                       {"order", buffer.order},
+                                                       {"expert_out", buffer.expert_out},
+                                                       {"counts_out", buffer.counts_out},
+                                                       {"messages", buffer.messages},
+                                                       {"arrived", buffer.arrived},
+                                                       {"arrived_host", buffer.arrived_host},
+                                                       {"returning", buffer.returning}};
     for (const auto& [name, offset] : offsets) {
       std::printf(", \"%s_%d\": %lld", name, i, static_cast<long long>(offset));
     }
@@ -107,6 +114,25 @@ void place(std::istream& in) {
               fits);
 }
 
+// received operation blocks: the word's parts, as the peer reads them
+void received(std::istream& in) {
+  unsigned long long operation = 0;
+  int blocks = 0;
+  in >> operation >> blocks;
+  const uint64_t value = received_word(operation, blocks);
+  std::printf("{\"operation\": %llu, \"blocks\": %d}\n",
+              static_cast<unsigned long long>(received_operation(value)), received_blocks(value));
+}
+
+// divide d n: n / d and n % d, as kernels compute them
+void divide(std::istream& in) {
+  uint32_t divisor = 1, n = 0;
+  in >> divisor >> n;
+  const Divisor by = divide_by(divisor);
+  const uint32_t quotient = by.quotient(n);
+  std::printf("{\"quotient\": %u, \"remainder\": %u}\n", quotient, by.remainder(n, quotient));
+}
+
 void constants(std::istream&) {
   std::printf(
       "{\"max_tokens\": %d, \"max_slots\": %d, \"max_experts\": %d, \"max_ranks\": %d, "
@@ -130,6 +156,8 @@ int main() {
       {"hosts", hosts},
       {"word", word},
       {"place", place},
+      {"received", received},
+      {"divide", divide},
       {"constants", constants},
       {"slots", slots},
   });
