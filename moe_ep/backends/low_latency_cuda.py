@@ -276,11 +276,14 @@ class CudaLowLatencyBackend:
                 f"rank {fault.rank}: {fault.phase}, operation {fault.operation}: {self._broken}; "
                 "all ranks must make the same calls in the same order"
             )
+        where = "did not reach this operation"
+        if not expected and "rows)" in fault.phase:
+            where = "had begun this operation, and not all of its rows have come"
         self._broken = (
             f"rank {fault.rank} waited {self._timeout_s:g} s for {self._name_of(fault.peer)} in "
             f"{fault.phase}, operation {fault.operation} (expected {fault.expected:#x}, seen "
-            f"{fault.seen:#x}; rank {fault.peer} did not reach this operation: see its log; raise "
-            "MOE_EP_TIMEOUT_S if it was only slow)"
+            f"{fault.seen:#x}; rank {fault.peer} {where}: see its log; raise MOE_EP_TIMEOUT_S if "
+            "it was only slow)"
         )
         return PeerTimeoutError(self._broken)
 
