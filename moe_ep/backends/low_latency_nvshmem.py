@@ -60,8 +60,9 @@ class HeapMemory:
             torch.cuda.synchronize()
         except RuntimeError:  # the CUDA context is gone, and the memory with it
             return
+        broken = self.broken or not self._comm.is_quiet()  # what no call has raised yet
         self._comm = None
-        self._runtime.release(self.broken)
+        self._runtime.release(broken)
 
 
 class NvshmemLowLatencyBackend(CudaLowLatencyBackend):
