@@ -22,8 +22,8 @@ std::string loaded_nvshmem_version();
 std::string nvshmem_members();
 bool nvshmem_is_running();
 
-// Which GPUs see the writes of a network card into the memory of `device` in the order in which they
-// were made: 0 none, 100 the device itself, 200 all (cudaGPUDirectRDMAWritesOrdering).
+// Which GPUs see in order what a network card writes into the memory of `device`: 0 none, 100 the
+// device itself, 200 all (cudaGPUDirectRDMAWritesOrdering).
 int network_write_order(int device);
 
 // What one rank makes and every rank passes to NvshmemHost::start, anew for each initialisation.
