@@ -155,6 +155,9 @@ def test_other_hosts_have_places_of_their_own(ask: Ask) -> None:
             rail = {h * per_host + me % per_host for h in range(num_hosts)} - {me}
             assert senders == (rail if "inbox" in form else set(far))
             assert taken[0] == [0, taken[0][1], "own", me]
+            # A row and a slot's rows begin where 16 bytes can be loaded, all else at a line.
+            for begin, _, name, _ in taken:
+                assert begin % (16 if name == "slots" else LINE_BYTES) == 0, (asked, name)
             for (begin, length, *_), (after, *_) in itertools.pairwise(taken):
                 assert begin + length <= after, asked
             assert taken[-1][0] + taken[-1][1] <= at["part"], asked
