@@ -26,7 +26,7 @@ from moe_ep.layout import EPLayout
 
 logger = logging.getLogger("moe_ep")
 
-_OWN_GPU, _ALL_GPUS = 100, 200  # of `_C_nvshmem.network_write_order`
+_ALL_GPUS = 200  # of `_C_nvshmem.network_write_order`
 
 
 class HeapMemory:
@@ -168,13 +168,13 @@ def _choose_form(asked: list[str], orders: list[int]) -> str:
 
 
 def _doubt(form: str, orders: list[int]) -> str:
-    """What the GPUs do not promise and the form relies on; empty if nothing."""
+    """What the form relies on and a GPU does not promise; empty if nothing. What the network writes
+    into a rank's own memory NVSHMEM's signals answer for."""
     lowest = min(orders)
-    if lowest >= (_ALL_GPUS if form == "layered" else _OWN_GPU):
+    if form == "slots" or lowest >= _ALL_GPUS:
         return ""
-    readers = "the GPUs of its host" if form == "layered" else "itself"
     return (
-        f"; the GPU of rank {orders.index(lowest)} does not promise that {readers} see what the "
-        f"network writes in order (cudaDevAttrGPUDirectRDMAWritesOrdering is {lowest}), which this "
-        "form relies on"
+        f"; the GPU of rank {orders.index(lowest)} does not promise that its neighbours see what "
+        f"the network writes in order (cudaDevAttrGPUDirectRDMAWritesOrdering is {lowest}), which "
+        "this form relies on"
     )
