@@ -20,6 +20,7 @@ void bind_host(py::module_& m) {
   m.def("loaded_version", &loaded_nvshmem_version);
   m.def("members", &nvshmem_members);
   m.def("is_running", &nvshmem_is_running);
+  m.def("network_write_order", &network_write_order);
   m.def("unique_id", [] { return py::bytes(nvshmem_unique_id()); });
   py::class_<NvshmemHost>(m, "NvshmemHost")
       .def(py::init<int, int, int, const std::string&>(), py::arg("device"), py::arg("rank"),

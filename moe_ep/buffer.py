@@ -112,9 +112,17 @@ class Buffer(LowLatencyVerbs):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._exchange = RankExchange(group)
-        self._low_latency = LowLatency(group, num_rdma_bytes) if low_latency_mode else None
+        self._low_latency: LowLatency | None = None
+        try:
+            if low_latency_mode:
+                self._low_latency = LowLatency(group, num_rdma_bytes)
+        except Exception:
+            self._exchange.destroy()
+            raise
         if not explicitly_destroy:
             self._exchange.destroy_when_dropped()
+            if self._low_latency is not None:
+                self._low_latency.destroy_when_dropped()
         self._comm = CommStream(self._exchange.device, always=True)
         self._local: dict[bool, Tensor] = {}
 

@@ -98,15 +98,15 @@ def ranks_per_host() -> int | None:
     return _positive(RANKS_PER_HOST)
 
 
-def low_latency_form() -> str:
+def low_latency_form() -> str | None:
     """How rows of a low-latency dispatch go to other hosts: layered (once to each host) or slots
-    (once to each expert).
+    (once to each expert). None: as the GPUs allow.
 
     Raises:
         ValueError: the variable is neither.
     """
-    form = os.environ.get(LOW_LATENCY_FORM) or "layered"
-    if form not in ("layered", "slots"):
+    form = os.environ.get(LOW_LATENCY_FORM) or None
+    if form not in (None, "layered", "slots"):
         raise ValueError(f"{LOW_LATENCY_FORM}={form!r} is neither layered nor slots")
     return form
 

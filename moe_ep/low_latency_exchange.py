@@ -89,7 +89,6 @@ class LowLatency:
         self._agreed: list[Shape] = []
         self._backend = self._build(group)
         self._destroyed = False
-        weakref.finalize(self, self._backend.destroy).atexit = False
 
     @property
     def device(self) -> torch.device | None:
@@ -171,6 +170,10 @@ class LowLatency:
         """Frees everything. Idempotent; does not wait for a dead peer."""
         self._destroyed = True
         self._backend.destroy()
+
+    def destroy_when_dropped(self) -> None:
+        """Calls `destroy` when nobody holds this object any more; not at the end of the process."""
+        weakref.finalize(self, self._backend.destroy).atexit = False
 
     # -- internals --------------------------------------------------------------------------------
 

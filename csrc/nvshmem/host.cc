@@ -108,6 +108,13 @@ std::string nvshmem_members() { return world().members; }
 
 bool nvshmem_is_running() { return world().users > 0; }
 
+int network_write_order(int device) {
+  int order = 0;
+  check_cuda(cudaDeviceGetAttribute(&order, cudaDevAttrGPUDirectRDMAWritesOrdering, device),
+             "cudaDeviceGetAttribute");
+  return order;
+}
+
 std::string nvshmem_unique_id() {
   nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
   if (nvshmemx_get_uniqueid(&id) != 0) {

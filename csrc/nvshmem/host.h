@@ -22,6 +22,10 @@ std::string loaded_nvshmem_version();
 std::string nvshmem_members();
 bool nvshmem_is_running();
 
+// Which GPUs see in order what a network card writes into the memory of `device`: 0 none, 100 the
+// device itself, 200 all (cudaGPUDirectRDMAWritesOrdering).
+int network_write_order(int device);
+
 // What one rank makes and every rank passes to NvshmemHost::start, anew for each initialisation.
 std::string nvshmem_unique_id();
 

@@ -45,7 +45,7 @@ class Released(Protocol):
 class CudaLowLatencyPlan:
     """Of this rank's result: slots [L, N] int32, token*K + k of the source rank; layout_range. Of
     its tokens: index [T, K] int32, the place of each among this rank's rows for the expert.
-    operation: which dispatch it was."""
+    operation: which dispatch it was, as the device counts."""
 
     slots: Tensor
     layout_range: Tensor
@@ -78,6 +78,7 @@ class CudaLowLatencyBackend:
         self._max_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         torch.cuda.current_stream(self._device)  # torch's context first
         self._last_stream: torch.cuda.Stream | None = None
+        self._sent = 0  # operations whose first half was launched
         self._timeout_s = call.timeout_s  # of the last kernel
         self._broken: str | None = None
         self._comm: Any
@@ -110,7 +111,7 @@ class CudaLowLatencyBackend:
         tokens = 0 if outgoing is None else len(outgoing.x)
         index = torch.empty(tokens, shape.num_slots, dtype=torch.int32, device=self._device)
         slots = torch.empty_like(result.src_info)
-        plan = CudaLowLatencyPlan(slots, result.layout_range, index, call.operation)
+        plan = CudaLowLatencyPlan(slots, result.layout_range, index, self._sent + 1)
         tensors = self._core.LowLatencyDispatchTensors()
         tensors.fp8, tensors.pack_scales = int(shape.fp8), pack
         kept: list[Tensor | None] = [plan.slots, index, *vars(result).values()]
@@ -160,7 +161,7 @@ class CudaLowLatencyBackend:
                 tensors.blocks_per_expert = inputs.block_signals.shape[1]
                 tensors.signal_value = inputs.signal_value
             elif inputs.zero_copy:  # with signals, rows are sent one by one
-                tensors.expert_out = self._expert_out.sent(inputs.x, call.operation)
+                tensors.expert_out = self._expert_out.sent(inputs.x, self._sent + 1)
         return self._start(self._comm.combine, shape, tag, tensors, call, kept, at_once)
 
     def combine_buffer(
@@ -209,6 +210,7 @@ class CudaLowLatencyBackend:
         if at_once and call.error is None:
             both = core.LowLatencyCall(core_shape, tag, send | receive, 0)
             verb(both, tensors, self._launch(call, kept))
+            self._count_sent()
             return _nothing
         ticket = torch.empty(1, dtype=torch.int64, device=self._device)
         kept.append(ticket)
@@ -217,8 +219,13 @@ class CudaLowLatencyBackend:
             for part in (send, receive)
         ]
         verb(halves[0], tensors, self._launch(call, kept))
+        self._count_sent()
         self._raise_own_error(call)
         return lambda: verb(halves[1], tensors, self._launch(call, kept))
+
+    def _count_sent(self) -> None:
+        # The device counts as many or, with replayed graphs, more.
+        self._sent += not torch.cuda.is_current_stream_capturing()
 
     def _shape(self, shape: Shape) -> Any:
         return self._core.LowLatencyShape(
@@ -286,11 +293,14 @@ class CudaLowLatencyBackend:
                 f"rank {fault.rank}: {fault.phase}, operation {fault.operation}: {self._broken}; "
                 "all ranks must make the same calls in the same order"
             )
+        where = "did not reach this operation"
+        if not expected and "rows)" in fault.phase:
+            where = "had begun this operation, and not all of its rows have come"
         self._broken = (
             f"rank {fault.rank} waited {self._timeout_s:g} s for {self._name_of(fault.peer)} in "
             f"{fault.phase}, operation {fault.operation} (expected {fault.expected:#x}, seen "
-            f"{fault.seen:#x}; rank {fault.peer} did not reach this operation: see its log; raise "
-            "MOE_EP_TIMEOUT_S if it was only slow)"
+            f"{fault.seen:#x}; rank {fault.peer} {where}: see its log; raise MOE_EP_TIMEOUT_S if "
+            "it was only slow)"
         )
         return PeerTimeoutError(self._broken)
 

@@ -20,7 +20,7 @@ class ExpertOut:
         self._comm, self._device = comm, device
         self._lent: dict[int, weakref.ref[Tensor]] = {}
         self._addresses: dict[int, int] = {}
-        self._last_use = {1: -3, 2: -3}  # the combine that sent it last, in this process's count
+        self._last_use = {1: -3, 2: -3}  # the operation that sent it last
         self._captured = False  # a replayed graph sends it without being counted
         self._next = 1
 
@@ -39,9 +39,8 @@ class ExpertOut:
         buffer = values.view(torch.bfloat16)
         self._lent[which], self._addresses[which] = weakref.ref(buffer), address
         self._next = 3 - which
-        # Its peers had received that combine before they sent the second operation after it; one
-        # that was refused in between has been counted, too.
-        must_wait = self._captured or dispatch < self._last_use[which] + 3
+        # The second operation after that combine was not sent before the peers had received it.
+        must_wait = self._captured or dispatch < self._last_use[which] + 2
         return buffer, which if must_wait else 0
 
     def sent(self, rows: Tensor, operation: int) -> int:

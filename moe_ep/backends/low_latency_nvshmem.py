@@ -26,6 +26,8 @@ from moe_ep.layout import EPLayout
 
 logger = logging.getLogger("moe_ep")
 
+_ALL_GPUS = 200  # of `_C_nvshmem.network_write_order`
+
 
 class HeapMemory:
     """A block of the NVSHMEM heap.
@@ -58,8 +60,9 @@ class HeapMemory:
             torch.cuda.synchronize()
         except RuntimeError:  # the CUDA context is gone, and the memory with it
             return
+        broken = self.broken or not self._comm.is_quiet()  # what no call has raised yet
         self._comm = None
-        self._runtime.release(self.broken)
+        self._runtime.release(broken)
 
 
 class NvshmemLowLatencyBackend(CudaLowLatencyBackend):
@@ -88,7 +91,7 @@ class NvshmemLowLatencyBackend(CudaLowLatencyBackend):
         runtime = NvshmemRuntime(self._layout, channel, self._device, call)
         self._hosts = hosts = runtime.hosts
         try:
-            form, ranks_on_gpu = self._agree(channel, call)
+            form, ranks_on_gpu = self._agree(channel, self._write_order(runtime.core), call)
             comm = runtime.core.HostsLowLatency(
                 self._device.index, self.rank, self.size, hosts.ranks_per_host, form == "slots"
             )
@@ -100,25 +103,30 @@ class NvshmemLowLatencyBackend(CudaLowLatencyBackend):
         except Exception:
             runtime.release()
             raise
-        if self.rank == 0:
-            logger.info("low-latency mode: rows go to other hosts in form %r", form)
         return comm, memory, ranks_on_gpu
 
-    def _agree(self, channel: Channel, call: Call) -> tuple[str, int]:
+    def _write_order(self, core: Any) -> int:
+        """Which GPUs see in order what comes from other hosts; simulated ones have no network."""
+        if self._hosts.simulated or self._hosts.num_hosts == 1:
+            return _ALL_GPUS
+        order: int = core.network_write_order(self._device.index)
+        return order
+
+    def _agree(self, channel: Channel, write_order: int, call: Call) -> tuple[str, int]:
         """The form, the same on all ranks, and how many of them share this rank's GPU."""
-        mine = {"form": "", "gpu": gpu_id(self._device.index)}
+        mine = {"form": "", "order": str(write_order), "gpu": gpu_id(self._device.index)}
         try:
-            mine["form"] = env.low_latency_form()
+            mine["form"] = env.low_latency_form() or ""
         except ValueError as error:
             call = replace(call, error=error)
         answers = exchange_json(channel, mine, call, "low-latency form")
-        for rank, answer in enumerate(answers):
-            if answer["form"] != answers[0]["form"]:
-                raise ValueError(
-                    f"{env.LOW_LATENCY_FORM} is {answers[0]['form']} on rank 0 and "
-                    f"{answer['form']} on rank {rank}; give all ranks the same"
-                )
-        return mine["form"], [answer["gpu"] for answer in answers].count(mine["gpu"])
+        orders = [int(answer["order"]) for answer in answers]
+        form = _choose_form([answer["form"] for answer in answers], orders)
+        if self.rank == 0:
+            doubt = _doubt(form, orders)
+            level = logging.WARNING if doubt else logging.INFO
+            logger.log(level, "low-latency mode: rows go to other hosts in form %r%s", form, doubt)
+        return form, [answer["gpu"] for answer in answers].count(mine["gpu"])
 
     def border(self) -> Any:
         """What this rank has put to other hosts: `rows`, `bytes` of them, `other_bytes` (routes).
@@ -137,3 +145,40 @@ class NvshmemLowLatencyBackend(CudaLowLatencyBackend):
 
     def _name_of(self, rank: int) -> str:
         return f"rank {rank} (host {self._hosts.host_of(rank)})"
+
+
+def _choose_form(asked: list[str], orders: list[int]) -> str:
+    """The form of all ranks.
+
+    Layered, a rank polls a counter in a neighbour's memory and then reads rows there that the
+    network has written: the neighbour's GPU must keep their order for other GPUs, too.
+
+    Args:
+        asked: by rank; empty: whatever is safe.
+        orders: `_C_nvshmem.network_write_order`, by rank.
+
+    Raises:
+        ValueError: ranks differ.
+    """
+    safe = "layered" if min(orders) >= _ALL_GPUS else "slots"
+    forms = [form or safe for form in asked]
+    for rank, form in enumerate(forms):
+        if form != forms[0]:
+            raise ValueError(
+                f"{env.LOW_LATENCY_FORM} is {forms[0]} on rank 0 and {form} on rank {rank}; give "
+                "all ranks the same"
+            )
+    return forms[0]
+
+
+def _doubt(form: str, orders: list[int]) -> str:
+    """What the form relies on and a GPU does not promise; empty if nothing. What the network writes
+    into a rank's own memory NVSHMEM's signals answer for."""
+    lowest = min(orders)
+    if form == "slots" or lowest >= _ALL_GPUS:
+        return ""
+    return (
+        f"; the GPU of rank {orders.index(lowest)} does not promise that its neighbours see what "
+        f"the network writes in order (cudaDevAttrGPUDirectRDMAWritesOrdering is {lowest}), which "
+        "this form relies on"
+    )

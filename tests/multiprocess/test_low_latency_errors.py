@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from moe_ep import (
     PeerError,
     PeerTimeoutError,
 )
+from moe_ep.backends.low_latency_reference import ReferenceLowLatencyBackend
+from moe_ep.rank_exchange import RankExchange
 from moe_ep.testing import launch_ranks, run_ranks
 
 
@@ -230,6 +234,27 @@ def test_set_up() -> None:
         assert told[1].startswith("PeerError" if rank == 0 else "ValueError"), told
         assert "num_rdma_bytes=100" in told[1] and "cuda" in told[2]
         assert len(told) == 5 and all("low_latency_mode=True" in text for text in told[3:])
+
+
+def _dropped(rank: int) -> None:
+    """What is dropped is freed, unless it is to be destroyed explicitly; so is what was there of a
+    Buffer that could not be built."""
+    world, freed = dist.group.WORLD, []
+    with (
+        mock.patch.object(ReferenceLowLatencyBackend, "destroy", lambda _: freed.append("rows")),
+        mock.patch.object(RankExchange, "destroy", lambda _: freed.append("exchange")),
+    ):
+        for explicitly in (False, True):
+            Buffer(world, 0, 1 << 20, low_latency_mode=True, explicitly_destroy=explicitly)
+            gc.collect()
+        assert freed == ["rows"]
+        with pytest.raises(LayoutMismatchError):
+            Buffer(world, 0, (1 << 20) + rank, low_latency_mode=True)
+    assert freed == ["rows", "exchange"]
+
+
+def test_dropped() -> None:
+    run_ranks(_in_environment, 2, "_dropped")
 
 
 def _bad_combine(rank: int, what: str) -> str:

@@ -15,7 +15,7 @@ from low_latency_cases import Case, check_case, make_buffer
 from test_nvshmem_setup import CPU, FileCore, FileHost, layout
 
 from moe_ep import BackendUnavailableError, PeerError
-from moe_ep.backends import low_latency_nvshmem, nvshmem_library
+from moe_ep.backends import hosts, low_latency_nvshmem, nvshmem_library, nvshmem_transport
 from moe_ep.backends.base import Call
 from moe_ep.backends.channel import Channel
 from moe_ep.backends.low_latency_nvshmem import NvshmemLowLatencyBackend
@@ -36,6 +36,9 @@ class FileLowLatency:
 
     def attach(self, addresses: list[int], num_bytes: int) -> None:
         self.addresses, self.num_bytes = addresses, num_bytes
+
+    def is_quiet(self) -> bool:
+        return True
 
 
 class LowLatencyCore(FileCore):
@@ -111,6 +114,50 @@ def test_ranks_agree_on_the_form(tmp_path: Path) -> None:
         wrong = "MOE_EP_LOW_LATENCY_FORM='both' is neither layered nor slots"
         assert told[3].startswith("ValueError: " if rank == 3 else "PeerError: "), told
         assert wrong in told[3], told
+
+
+class NetworkCore(LowLatencyCore):
+    """GPUs of real hosts, of which the last promises less than the others."""
+
+    def __init__(self, folder: Path, order: int) -> None:
+        super().__init__(folder)
+        self.order = order if dist.get_rank() == 3 else 200
+
+    def network_write_order(self, device: int) -> int:
+        return self.order
+
+
+def _on_a_network(rank: int, folder: str) -> list[tuple[str, str]]:
+    told = []
+    with (
+        mock.patch.object(hosts, "_host_id", lambda: f"machine {rank // 2}"),
+        mock.patch.object(nvshmem_transport, "has_adapters", lambda: True),
+    ):
+        for number, (order, form) in enumerate(ORDERS):
+            os.environ["MOE_EP_LOW_LATENCY_FORM"] = form
+            core = NetworkCore(Path(folder) / str(number), order)
+            with mock.patch.object(low_latency_nvshmem.logger, "log") as log:
+                comm, memory, _ = _connect(core, 30 + number)
+            lines = [str(call.args[1]) % call.args[2:] for call in log.call_args_list]
+            assert len(lines) == (rank == 0)
+            told.append(("slots" if comm.by_slots else "layered", "".join(lines)))
+            with mock.patch.object(low_latency_nvshmem.torch.cuda, "synchronize"):
+                memory.release()
+    return told
+
+
+ORDERS = [(200, ""), (100, ""), (100, "layered"), (0, "")]
+
+
+def test_form_that_the_gpus_can_take(tmp_path: Path) -> None:
+    """Neighbours read what the network has written only where their GPUs see it in order."""
+    for rank, told in enumerate(run_ranks(_on_a_network, 4, str(tmp_path), limit_s=60)):
+        assert [form for form, _ in told] == ["layered", "slots", "layered", "slots"]
+        if rank > 0:
+            continue
+        doubts = ["rank 3 does not promise" in line for _, line in told]
+        assert doubts == [False, False, True, False]
+        assert "its neighbours see" in told[2][1] and "Ordering is 100)" in told[2][1]
 
 
 def _without_module(rank: int) -> list[str]:

@@ -155,7 +155,7 @@ def test_form_of_low_latency_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from moe_ep import env
 
     monkeypatch.delenv(env.LOW_LATENCY_FORM, raising=False)
-    assert env.low_latency_form() == "layered"
+    assert env.low_latency_form() is None
     for form in ("layered", "slots"):
         monkeypatch.setenv(env.LOW_LATENCY_FORM, form)
         assert env.low_latency_form() == form

@@ -14,7 +14,7 @@ from moe_ep.backends import low_latency_base as base
 from moe_ep.low_latency import LowLatencyVerbs
 
 LINE_BYTES = 128  # of the L2 cache
-DATA = ("rows", "routes", "order", "expert_out")
+DATA = ("rows", "routes", "order", "expert_out", "returning")
 HOST_WORDS = ("messages", "arrived", "arrived_host")
 
 
@@ -58,6 +58,7 @@ def regions(shape: Shape, at: dict[str, int], kind: str) -> list[tuple[str, int,
             *((f"{name}_{i}", at[f"{name}_{i}"], ranks * 8) for name in HOST_WORDS),
             (f"rows_{i}", at[f"rows_{i}"], staged if kind == "dispatch" else returned),
             (f"expert_out_{i}", at[f"expert_out_{i}"], experts * tokens * hidden * 2),
+            (f"returning_{i}", at[f"returning_{i}"], experts * tokens * hidden * 2),
         ]
         if kind == "dispatch":
             taken.append((f"routes_{i}", at[f"routes_{i}"], tokens * slots * 8))
@@ -81,7 +82,9 @@ def test_nothing_overlaps_and_all_is_aligned(ask: Ask) -> None:
                 end = begin + length
                 is_data = name.startswith(DATA)
                 assert (begin >= signals_end) if is_data else (end <= signals_end), (shape, name)
-            assert end <= num_bytes, shape
+                if name.startswith("expert_out"):  # the last that is there on one host, too
+                    assert end <= num_bytes, shape
+            assert end <= at["hosts_bytes"], shape
         assert at["row_bytes"] == 2 * shape[3]
         if shape[3] % 128 == 0:  # an FP8 row with its scales
             assert shape[3] + shape[3] // 128 * 4 <= at["row_bytes"]
@@ -103,10 +106,11 @@ def test_operations_of_different_shapes_use_different_memory(ask: Ask) -> None:
                 if name.startswith(DATA):
                     part = name.replace("routes", "rows").replace("order", "rows")
                     parts.setdefault(part, []).extend([begin, begin + length])
-        order = [parts[name] for name in ("rows_0", "rows_1", "expert_out_0", "expert_out_1")]
+        names = ("rows", "expert_out", "returning")
+        order = [parts[f"{name}_{i}"] for name in names for i in range(2)]
         for one, other in itertools.pairwise(order):
             assert max(one) <= min(other)
-        assert max(order[-1]) <= num_bytes
+        assert max(parts["expert_out_1"]) <= num_bytes
         words = ("counts", "counts_out", "places", "senders", "blocks", "received", *HOST_WORDS)
         for name in (*words, "rows", "expert_out", "returning"):
             for i in range(2):
@@ -154,6 +158,9 @@ def test_other_hosts_have_places_of_their_own(ask: Ask) -> None:
             rail = {h * per_host + me % per_host for h in range(num_hosts)} - {me}
             assert senders == (rail if "inbox" in form else set(far))
             assert taken[0] == [0, taken[0][1], "own", me]
+            # A row and a slot's rows begin where 16 bytes can be loaded, all else at a line.
+            for begin, _, name, _ in taken:
+                assert begin % (16 if name == "slots" else LINE_BYTES) == 0, (asked, name)
             for (begin, length, *_), (after, *_) in itertools.pairwise(taken):
                 assert begin + length <= after, asked
             assert taken[-1][0] + taken[-1][1] <= at["part"], asked
