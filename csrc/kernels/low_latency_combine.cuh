@@ -230,6 +230,7 @@ __device__ bool send(const LowLatencyCombineArgs& args, const LowLatencyBuffer& 
     uint64_t* last_use = view.comm.control->stage_operation + args.expert_out - 1;
     if (blockIdx.x == 0 && threadIdx.x == 0) *last_use = operation;
     if (!Link::kBorder) return true;
+    __threadfence_system();  // what reads the rows of other hosts may be a network card
   }
   block_exclusive_scan<kLowLatencyThreads>(outgoing.begin, view.shape.num_experts);
   const bool passed = return_rows<Link>(args, buffer, outgoing, operation);

@@ -164,11 +164,12 @@ __device__ __forceinline__ uint64_t put_routes(const LowLatencyDispatchArgs& arg
 }
 
 // Puts what the block has staged. All threads call it.
-template <typename Link, bool kFp8>
+template <typename Link>
 __device__ void put_share(const LowLatencyDispatchArgs& args, const Share& share,
                           const LowLatencyBuffer& buffer) {
   const int hidden = args.view.shape.hidden;
-  const int64_t bytes = kFp8 ? align_up(hidden + hidden / kFp8Block * 4, kVectorBytes) : hidden * 2;
+  const int64_t bytes =
+      args.fp8 != 0 ? align_up(hidden + hidden / kFp8Block * 4, kVectorBytes) : hidden * 2;
   __threadfence_system();  // what reads the rows next may be a network card
   __syncthreads();
   const uint64_t other = put_routes<Link>(args, share, buffer);

@@ -147,7 +147,7 @@ __device__ __forceinline__ bool send(const LowLatencyDispatchArgs& args,
     if (units.at.token < share.end) load_units(args, share, units, values);
   }
   signal_block<Link>(view, buffer.blocks, operation);
-  if constexpr (Link::kBorder) put_share<Link, kFp8>(args, share, buffer);
+  if constexpr (Link::kBorder) put_share<Link>(args, share, buffer);
   count_operation(view, operation);
   return true;
 }
