@@ -73,12 +73,13 @@ __device__ __forceinline__ int load_expert(const void* topk_idx, bool is_64_bit,
 }
 
 // Looks until `look` says that it has seen enough. False: the kernel is to end, and `report` has
-// said why.
+// said why. What this rank's own blocks wait for is told by them: to wait for them takes longer.
 template <typename Look, typename Report>
-__device__ __forceinline__ bool poll(const CommView& comm, Look look, Report report) {
+__device__ __forceinline__ bool poll(const CommView& comm, Look look, Report report,
+                                     bool for_itself = false) {
   if (look()) return true;
   for (Deadline deadline;;) {
-    const bool expired = deadline.expired(comm, comm.timeout_ns);
+    const bool expired = deadline.expired(comm, comm.timeout_ns << (for_itself ? 1 : 0));
     if (look()) return true;  // after expiry: the last look
     if (!expired) continue;
     report();
@@ -339,7 +340,7 @@ __device__ __forceinline__ bool poll_blocks(const LowLatencyView& view, const Aw
       record_fault(comm, peer, awaited.phase, operation, knows() ? operation : ready,
                    knows() ? seen : said);
     };
-    if (!poll(comm, look, report)) return false;
+    if (!poll(comm, look, report, peer == comm.rank)) return false;
     if (awaited.waited != nullptr) awaited.waited->note(peer);
     if (block == 0) senders.tokens[peer] = word_count(said);
     return true;

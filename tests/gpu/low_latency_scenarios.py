@@ -92,7 +92,7 @@ def check_uneven_sms(rank: int) -> None:
     cases = [Case(mode=mode, scales=scales, hidden=512) for mode, scales in _MODES]
     buffer = make_buffer(cases)
     for number in range(24):
-        Buffer.set_num_sms((1, 7, 16, 2, 5)[(rank + number) % 5])
+        Buffer.set_num_sms((2, 6, 16, 4, 10)[(rank + number) % 5])
         check_case(buffer, cases[number // 2 % len(cases)], number, "cuda")
     Buffer.set_num_sms(NUM_SMS)
     buffer.destroy()

@@ -31,7 +31,7 @@ TESTS = "tests/gpu"
 STEPS = ("build", "tests", "bench")
 LIMITS_S = {"build": 420, "tests": 540, "bench": 150}
 # With pytest-xdist, files of tests run at once, each worker's ranks under an MPS server of its own.
-AT_ONCE = ["-n", "6", "--dist", "loadfile"]
+AT_ONCE = ["-n", "4", "--dist", "loadfile"]
 NO_TESTS = 5  # pytest's exit status where a selection is empty
 END_S = 40  # an interrupted step may take this long to stop its ranks and its MPS server
 LEAST_S = 20  # a step is not begun with less time than this

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,10 +24,11 @@ FP32_LIMIT = 1e-5
 # are 3e-2 apart before step 50 (seen on a CPU, Megatron's dispatcher against ours with four experts
 # a token).
 BF16_LIMIT = 2.0**-8
+# Blocks that wait hold an SM each: those of 16 ranks that train at once, half of a GPU.
 LAYOUT = """
 model: {hidden: 64, num_experts: 8, top_k: 2}
 parallel: {expert: 1}
-dispatch: {num_sms: 8}
+dispatch: {num_sms: 4}
 timeouts: {first_s: 60.0, steady_s: 30.0}
 """
 Records = list[dict[str, Any]]
@@ -92,13 +95,15 @@ def _progress(groups: list[tuple[list[subprocess.Popen], Path]]) -> dict[str, in
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Below those that the system gives to outgoing connections, which come and go meanwhile."""
+    ports: list[int] = []
+    for port in random.sample(range(10_000, 30_000), 1_000):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise RuntimeError(f"no {count} free ports from 10000 to 30000")
 
 
 def _start(group: Group, folder: Path) -> list[subprocess.Popen]:

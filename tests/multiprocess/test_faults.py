@@ -100,6 +100,9 @@ def _dies(rank: int, phase: str) -> None:
     def die(*_args: Any, **_kwargs: Any) -> Any:
         os._exit(1)
 
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"rank {rank} has joined", "1")
+    store.wait([f"rank {peer} has joined" for peer in range(3)])
     if phase == "setup":
         if rank == 1:
             die()
