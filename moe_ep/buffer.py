@@ -56,9 +56,7 @@ class Config:
         return self.num_max_nvl_chunked_recv_tokens * hidden_bytes * (2 + num_ranks)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0, whatever `hidden_bytes` and `num_ranks`: rows of other hosts have room for
-        DEEP_EP_NUM_MAX_RDMA_TOKENS of them, a variable of the environment.
-        """
+        """0, whatever `hidden_bytes` and `num_ranks`: a Buffer makes room for what it is given."""
         return 0
 
 
