@@ -3,7 +3,7 @@ mode; `moe_ep.low_latency` has the rest.
 
 Names, arguments, shapes and the order of rows are those of `deep_ep.Buffer`
 (https://github.com/deepseek-ai/DeepEP); docs/deep_ep.md lists what differs. It runs on CPU tensors
-with the reference backend and on GPUs with the cuda backend.
+with the reference backend, on GPUs with the cuda backend and, on several hosts, nvshmem.
 
 Legend of shapes: T tokens of this rank, H hidden, K top-k, R ranks, E experts, L = E/R local
 experts, N received rows, S scales of a row.
@@ -56,7 +56,7 @@ class Config:
         return self.num_max_nvl_chunked_recv_tokens * hidden_bytes * (2 + num_ranks)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0, whatever `hidden_bytes` and `num_ranks`: all ranks are on one host."""
+        """0, whatever `hidden_bytes` and `num_ranks`: a Buffer makes room for what it is given."""
         return 0
 
 

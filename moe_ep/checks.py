@@ -32,6 +32,7 @@ def check_device(device: torch.device | None, x: Any) -> Exception | None:
 def check_tokens(
     layout: EPLayout, device: torch.device | None, x: Any, dequantize: bool
 ) -> Exception | None:
+    """What is wrong with the tokens, where they are, or what they are to come back as."""
     allowed = DTYPES[layout.dispatch.dtype]
     if not isinstance(x, Tensor):
         return _no_tensor("x", x)

@@ -1,4 +1,4 @@
-"""The module `deep_ep` (DeepEP v1.2.1) on moe_ep, within one host.
+"""The module `deep_ep` (DeepEP v1.2.1) on moe_ep.
 
 import moe_ep.deep_ep as deep_ep      # in code of one's own
 moe_ep.deep_ep.install()              # for code that says `import deep_ep`: before it is imported

@@ -59,6 +59,12 @@ def integer(least: int, most: int) -> Check:
     return check
 
 
+def positive_integer(value: str, machine: Machine, wish: Wish) -> Problem | None:
+    if value.isdecimal() and int(value) >= 1:
+        return None
+    return Problem("failure", "not a positive integer", "correct the value, or unset the variable")
+
+
 def hurts_if_true(text: str) -> Check:
     def check(value: str, machine: Machine, wish: Wish) -> Problem | None:
         if value.lower() in _TRUE and machine.has_gpus():
@@ -159,15 +165,6 @@ def old_queue_depth(value: str, machine: Machine, wish: Wish) -> Problem | None:
     return problem
 
 
-def rdma_tokens(value: str, machine: Machine, wish: Wish) -> Problem | None:
-    problem = integer(1, 1 << 20)(value, machine, wish)
-    tokens = wish.layout.tokens_per_rank if wish.layout else None
-    if problem is None and tokens is not None and tokens > int(value):
-        text = f"the layout has tokens_per_rank={tokens}"
-        return Problem("warning", text, "moe_ep does not read it: set tokens_per_rank, unset this")
-    return problem
-
-
 def ibgda(value: str, machine: Machine, wish: Wish) -> Problem | None:
     problem = one_of("0", "1", "true", "false", "yes", "no", "y", "n", "on", "off")(
         value, machine, wish
@@ -233,6 +230,9 @@ RULES = {
         "rows of low-latency mode go to other hosts in this form",
         one_of("layered", "slots", any_case=False),
     ),
+    "MOE_EP_RANKS_PER_HOST": Rule(
+        "backend nvshmem simulates hosts of so many ranks on one machine", positive_integer
+    ),
     "MOE_EP_TIMEOUT_S": Rule("it bounds every wait for a peer", positive_seconds),
     "MOE_EP_STATISTICS": Rule("statistics are collected from the start", one_of("0", "1")),
     "MOE_EP_NVTX": Rule("dispatch and combine show in profiles", one_of("0", "1")),
@@ -269,5 +269,7 @@ RULES = {
     "NVSHMEM_HCA_LIST": Rule(_ADAPTERS, adapter_list),
     "NVSHMEM_QP_DEPTH": Rule(_QUEUE, queue_depth),
     "NVSHMEM_IBGDA_QP_DEPTH": Rule(_QUEUE, old_queue_depth),
-    "DEEP_EP_NUM_MAX_RDMA_TOKENS": Rule("DeepEP sizes its buffers by it", rdma_tokens),
+    "DEEP_EP_NUM_MAX_RDMA_TOKENS": Rule(
+        "rows that an inbox for one remote host has room for", positive_integer
+    ),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fuzz_mistakes import OF_A_HANDLE, beside_handle_with, dispatch_with, is_dispatch
 from fuzz_model import DTYPES, World, factor, gradients, make_world, same_routing
 from fuzz_steps import (
     Again,
@@ -183,9 +184,10 @@ class Rank:
         self.operations += 1
 
     def refuse(self, step: Refuse) -> None:
-        bad = step.rank % self.layout.ranks
+        culprit = step.rank % self.layout.ranks
+        bad = self.rank == culprit
         flight = self._pick(step.which)
-        fresh = step.what not in _OF_A_HANDLE
+        fresh = step.what not in OF_A_HANDLE
         if self._full() or (flight is None and not fresh):
             return
         if self.backend == "cuda" and self.layout.capacity is not None:
@@ -193,15 +195,19 @@ class Rank:
         if fresh or flight is None:
             tokens = tuple(1 + (step.seed + rank) % 3 for rank in range(self.layout.ranks))
             world = make_world(self.layout, Dispatch(step.seed, tokens, 1, x_dtype="fp32"))
-            action = self._bad_dispatch(world, step.what, self.rank == bad)
+            x, weights = self._inputs(world, True, "no")
+            assert weights is not None
+            idx = world.idx[self.rank].to(self.device)
+            action = dispatch_with(step.what if bad else "", self.ep, x, idx, weights)
         else:
-            if step.what not in ("again tokens", "again weights", "again both") and (
-                flight.result.scales is not None
-            ):
+            if flight.result.scales is not None and not is_dispatch(step.what):
                 return
-            action = self._bad_beside(flight, step.what, self.rank == bad)
-        kinds = (ValueError, TypeError) if self.rank == bad else (PeerError,)
-        self._expect(action, kinds, "" if self.rank == bad else f"rank {bad}")
+            weights = None if flight.weights is None else flight.weights.detach()
+            idx = flight.world.idx[self.rank].to(self.device)
+            x, result = flight.x.detach(), flight.result
+            action = beside_handle_with(step.what, self.ep, result, x, idx, weights, bad)
+        kinds = (ValueError, TypeError) if bad else (PeerError,)
+        self._expect(action, kinds, "" if bad else f"rank {culprit}")
 
     # -- parts of steps ---------------------------------------------------------------------------
 
@@ -294,56 +300,6 @@ class Rank:
             assert flight.weights.grad is not None
             assert torch.equal(flight.weights.grad.cpu().double(), value)
 
-    def _bad_dispatch(self, world: World, what: str, bad: bool) -> Callable[[], object]:
-        x, weights = self._inputs(world, True, "no")
-        idx = world.idx[self.rank].to(self.device)
-        wrong: dict[str, tuple[Any, Any, Any]] = {
-            "hidden": (torch.cat([x, x], 1), idx, weights),
-            "dtype": (x.long(), idx, weights),
-            "ids": (x, torch.full_like(idx, self.layout.num_experts), weights),
-            "id dtype": (x, idx.float(), weights),
-            "slots": (x, idx.repeat(1, self.layout.top_k + 1), weights),
-            "tokens": (x, idx[:-1], weights),
-            "weights": (x, idx, torch.cat([weights, weights], 1)),
-            "nothing": (x, None, weights),
-        }
-        given = wrong[what] if bad else (x, idx, weights)
-        return lambda: self.ep.dispatch(*given)
-
-    def _bad_beside(self, flight: Flight, what: str, bad: bool) -> Callable[[], object]:
-        result, handle = flight.result, flight.result.handle
-        x = (
-            torch.cat([flight.x.detach()] * 2)
-            if len(flight.x)
-            else flight.x.detach().new_ones(1, self.layout.hidden)
-        )
-        probs = None if result.probs is None else result.probs.detach()
-        good = flight.x.detach()
-        rows = result.tokens.detach()
-        weights = None if flight.weights is None else flight.weights.detach()
-        if what == "again weights" and weights is None:
-            what = "again tokens"
-        if what == "row weights" and probs is None:
-            what = "rows"
-        if not bad:
-            if what in ("again tokens", "again weights", "again both"):
-                return lambda: self.ep.dispatch(good, handle=handle, topk_weights=weights)
-            return lambda: self.ep.combine(rows, handle, probs)
-        wide = None if weights is None else torch.cat([weights, weights], 1)
-        ids = flight.world.idx[self.rank].to(self.device)
-        actions: dict[str, Callable[[], object]] = {
-            "again tokens": lambda: self.ep.dispatch(x, handle=handle, topk_weights=weights),
-            "again weights": lambda: self.ep.dispatch(good, handle=handle, topk_weights=wide),
-            "again both": lambda: self.ep.dispatch(good, ids, weights, handle=handle),
-            "rows": lambda: self.ep.combine(
-                torch.cat([rows, rows[:1], good[:1], x]), handle, probs
-            ),
-            "rows dtype": lambda: self.ep.combine(rows.long(), handle, probs),
-            "row weights": lambda: self.ep.combine(rows, handle, probs.unsqueeze(1)),  # type: ignore[union-attr]
-            "no tensor": lambda: self.ep.combine([1.0], handle, probs),  # type: ignore[call-overload]
-        }
-        return actions[what]
-
     def _expect(
         self,
         action: Callable[[], object],
@@ -374,17 +330,6 @@ class Rank:
         if self.layout.mode != "low_latency":
             return False
         return sum(self.in_flight.values()) >= _LOW_LATENCY_IN_FLIGHT
-
-
-_OF_A_HANDLE = (
-    "again tokens",
-    "again weights",
-    "again both",
-    "rows",
-    "rows dtype",
-    "row weights",
-    "no tensor",
-)
 
 
 def _maybe_no_grad(grad: str) -> contextlib.AbstractContextManager[Any]:

@@ -30,8 +30,6 @@ _LARGE = [
     )
     for scales, mode in ((None, "hook"), ("fp32", "plain"), ("packed", "async"))
 ]
-
-
 _MODES = (("plain", None), ("hook", "fp32"), ("plain", "packed"))
 
 

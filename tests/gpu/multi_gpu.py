@@ -24,7 +24,16 @@ from typing import Any
 
 import record
 from multi_gpu_report import goals, tables
-from run_all import DEEPSEEK, MIXTRAL, condensed, missing, run_limited, versions
+from run_all import (
+    DEEPSEEK,
+    MIXTRAL,
+    build_commands,
+    condensed,
+    missing,
+    nvidia_smi,
+    run_limited,
+    versions,
+)
 
 WORK = record.ROOT / "build" / "multi_gpu"
 TESTS = ("exchange", "training", "buffer", "low_latency", "internode", "faults")
@@ -128,18 +137,11 @@ class Session:
 
 
 def build(session: Session) -> None:
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    arch = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-    folder = str(WORK / "cmake")
-    configure = ["cmake", "-S", ".", "-B", folder, f"-DPython_EXECUTABLE={sys.executable}"]
-    for command in (
-        [*configure, f"-DMOE_EP_CUDA_ARCHS={arch.split()[0]}"],
-        ["cmake", "--build", folder, "--parallel"],
-        ["cmake", "--install", folder, "--prefix", "moe_ep"],
-    ):
+    arch = nvidia_smi("compute_cap")
+    for command in build_commands(WORK / "cmake", arch):
         if session.run("build", command, 300) is None:
             return
-    session.keep("build", arch.split()[0])
+    session.keep("build", arch)
 
 
 def topology(session: Session) -> None:

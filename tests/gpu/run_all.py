@@ -116,6 +116,15 @@ def nvidia_smi(field: str) -> str:
     return done.stdout.splitlines()[0].strip()
 
 
+def build_commands(folder: Path, arch: str) -> list[list[str]]:
+    """That build the core for one architecture in the folder and put it into this checkout."""
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    configure = ["cmake", "-S", ".", "-B", str(folder), *generator]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DMOE_EP_CUDA_ARCHS={arch}"]
+    build = ["cmake", "--build", str(folder), "--parallel"]
+    return [configure, build, ["cmake", "--install", str(folder), "--prefix", "moe_ep"]]
+
+
 def versions() -> dict[str, str]:
     code = "import torch; print(torch.__version__, torch.version.cuda)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -181,15 +190,7 @@ class Run:
 
     def build(self) -> bool:
         arch = nvidia_smi("compute_cap")
-        folder = WORK / "cmake"
-        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-        configure = ["cmake", "-S", ".", "-B", str(folder), *generator]
-        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DMOE_EP_CUDA_ARCHS={arch}"]
-        for command in (
-            configure,
-            ["cmake", "--build", str(folder), "--parallel"],
-            ["cmake", "--install", str(folder), "--prefix", "moe_ep"],
-        ):
+        for command in build_commands(WORK / "cmake", arch):
             if self.step("build", command, LIMITS_S["build"]) is not None:
                 return False
         self.state["built"] = True

@@ -1,7 +1,7 @@
 """Low-latency mode between hosts, simulated on one GPU: across their borders only NVSHMEM is used.
 Results against the plain computation, bytes across the border against the formula.
 
-LOW_LATENCY_ROUNDS: of random rounds, as in test_gpu_low_latency.py.
+LOW_LATENCY_ROUNDS: how many random rounds, as in test_gpu_low_latency.py.
 """
 
 from __future__ import annotations

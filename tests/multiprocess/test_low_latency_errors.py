@@ -237,8 +237,8 @@ def test_set_up() -> None:
 
 
 def _dropped(rank: int) -> None:
-    """What is dropped is freed, unless it is to be destroyed explicitly; so is what was there of a
-    Buffer that could not be built."""
+    """A Buffer that is dropped is freed, unless it is to be destroyed explicitly; one that cannot
+    be built frees what it had."""
     world, freed = dist.group.WORLD, []
     with (
         mock.patch.object(ReferenceLowLatencyBackend, "destroy", lambda _: freed.append("rows")),

@@ -5,6 +5,11 @@ from pathlib import Path
 import pytest
 from doctor_support import copy_machine, diagnose, finding, layout, levels, write
 
+from moe_ep.doctor.names import BUILD_VARIABLES, OURS
+from moe_ep.doctor.variables import RULES
+
+ROOT = Path(__file__).resolve().parents[2]
+
 # A variable, a value, the machine, and what is wrong with it.
 VARIABLES = [
     ("NVSHMEM_IB_GID_INDEX=3", "roce_wrong_gid", "ok", ""),
@@ -46,6 +51,10 @@ VARIABLES = [
     ("MOE_EP_MEMORY=fd", "h100_healthy", "ok", ""),
     ("MOE_EP_MEMORY=nvlink", "h100_healthy", "failure", "use one of: auto, fd, ipc"),
     ("MOE_EP_MEMORY=IPC", "h100_healthy", "failure", "ipc"),
+    ("MOE_EP_LOW_LATENCY_FORM=slots", "h100_healthy", "ok", ""),
+    ("MOE_EP_LOW_LATENCY_FORM=Layered", "h100_healthy", "failure", "layered, slots"),
+    ("MOE_EP_RANKS_PER_HOST=2", "h100_healthy", "ok", ""),
+    ("MOE_EP_RANKS_PER_HOST=+2", "h100_healthy", "failure", ""),
     ("MOE_EP_BACKEND=CUDA", "h100_healthy", "failure", "cuda"),
     ("NVSHMEM_REMOTE_TRANSPORT=IBRC", "h100_healthy", "ok", ""),
     ("MOE_EP_TIMEOUT_S=-1", "h100_healthy", "failure", ""),
@@ -75,6 +84,12 @@ def test_variables(
     ]
 
 
+def test_every_variable_of_ours_has_a_rule_and_a_row_in_the_readme() -> None:
+    assert not OURS - set(RULES) - set(BUILD_VARIABLES)
+    text = (ROOT / "README.md").read_text()
+    assert not [name for name in sorted(OURS) if f"| `{name}` |" not in text]
+
+
 def test_variables_that_contradict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     root = copy_machine("h100_healthy", tmp_path)
     settings = [
@@ -83,7 +98,6 @@ def test_variables_that_contradict(capsys: pytest.CaptureFixture[str], tmp_path:
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         "PYTORCH_ALLOC_CONF=expandable_segments:False",
         "NVSHMEM_QP_DEPTH=128",
-        "DEEP_EP_NUM_MAX_RDMA_TOKENS=64",
         "CUDA_MPS_PIPE_DIRECTORY=/tmp/mps",
     ]
     write(root, "environment", "\n".join(settings))
@@ -94,7 +108,6 @@ def test_variables_that_contradict(capsys: pytest.CaptureFixture[str], tmp_path:
         "env.NVSHMEM_IB_ENABLE_IBGDA": "warning",
         "env.PYTORCH_CUDA_ALLOC_CONF": "warning",
         "env.NVSHMEM_QP_DEPTH": "failure",  # 128 tokens need 2 * 129
-        "env.DEEP_EP_NUM_MAX_RDMA_TOKENS": "warning",
         "gpu.mps": "warning",
     }
     assert "258" in finding(report, "env.NVSHMEM_QP_DEPTH")["fix"]
