@@ -29,11 +29,11 @@ enum class Phase : int32_t {
 struct Control {
   uint64_t operation;           // number of the last finished operation
   uint64_t num_stages;          // staging slots written so far; its parity picks the next one
-  uint64_t stage_operation[2];  // operation that last wrote the staging slot
+  uint64_t stage_operation[2];  // that last wrote the staging slot (low latency: lent rows)
   uint64_t combine_operation;   // operation that last wrote combine slots
   uint32_t abort;               // 1 after a fault: every wait gives up at once
   uint32_t barrier;             // of the grid: its highest bit flips when all blocks have arrived
-  uint32_t arrived_stage;       // blocks that have finished the first half of a kernel
+  uint32_t arrived_stage;       // blocks that are half done (low latency: that have read)
   uint32_t arrived_end;         // blocks that have finished it all
 };
 

@@ -37,7 +37,7 @@ from run_all import (
 
 WORK = record.ROOT / "build" / "multi_gpu"
 TESTS = ("exchange", "training", "buffer", "low_latency", "internode", "faults")
-TESTS += ("internode_training", "megatron", "memory::test_fresh_objects")
+TESTS += ("low_latency_internode", "internode_training", "megatron", "memory::test_fresh_objects")
 ALONE = ("cases",)  # with nothing beside them
 QUICK_TESTS = ("exchange::test_case_12_token_counts", "buffer::test_large_rows")
 TESTS_AT_ONCE = 4
