@@ -17,10 +17,15 @@ from soak import rank as rank_program
 from soak.options import ROOT
 
 _STOPPED = 124  # the exit status of a rank that had to be stopped
+# A rank that is killed keeps the semaphores of its progress bar: nothing to warn of at the end.
+_QUIET = "ignore:resource_tracker:UserWarning"
 
 
 def forked(num_ranks: int, plan: Path, output: Path, deadline: float) -> list[int]:
     """Ranks on the CPU, from a server that has imported the frameworks once for all stretches."""
+    warnings = os.environ.get("PYTHONWARNINGS", "")
+    if _QUIET not in warnings:
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [warnings, _QUIET]))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["soak.worker"])
     with socket.socket() as one:
