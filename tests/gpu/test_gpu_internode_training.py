@@ -3,7 +3,6 @@ its losses are those of the same four ranks on one host."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from mps import MpsServer
 from training_groups import (
     BF16_LIMIT,
     FP32_LIMIT,
+    NEEDS_MEGATRON,
     Group,
     Records,
     call_script,
@@ -20,9 +20,7 @@ from training_groups import (
     train,
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
-)
+pytestmark = NEEDS_MEGATRON
 
 STEPS = 50
 TOKENS = 2 * 128  # of a rank

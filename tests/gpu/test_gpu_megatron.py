@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import megatron_scenarios
 import pytest
 from mps import MpsServer
+from training_groups import NEEDS_MEGATRON
 
 from moe_ep.testing import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
-)
+pytestmark = NEEDS_MEGATRON
 
 
 @pytest.fixture(scope="module")

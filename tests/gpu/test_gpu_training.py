@@ -5,7 +5,6 @@ Trainings whose losses are compared run at once: they share the GPU.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from statistics import median
@@ -17,6 +16,7 @@ from training_groups import (
     BF16_LIMIT,
     FP32_LIMIT,
     LAYOUT,
+    NEEDS_MEGATRON,
     Group,
     Records,
     call_script,
@@ -25,9 +25,7 @@ from training_groups import (
     train,
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
-)
+pytestmark = NEEDS_MEGATRON
 
 STEPS = 200
 
