@@ -145,7 +145,11 @@ class RankServer:
             [sys.executable, "-c", f"from moe_ep import testing; testing._serve({descriptor})"],
             pass_fds=[descriptor],
             start_new_session=True,  # a process group of its own, with the ranks to come
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "OMP_NUM_THREADS": "1",  # numpy would start threads when it is imported
+            },
         )
         theirs.close()
         self._connection.send((self._prepare, self._args))
@@ -251,13 +255,14 @@ def _rank_main(
     try:
         if torch.cuda.device_count() > 1:  # ranks take the GPUs in turn
             torch.cuda.set_device(rank % torch.cuda.device_count())
+        limit = timedelta(seconds=limit_s)
+        meeting = dist.FileStore(store, num_ranks)
         dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=limit_s),
+            "gloo", store=meeting, rank=rank, world_size=num_ranks, timeout=limit
         )
+        # A rank that ends while another still connects would fail that one too.
+        meeting.set(f"connected/{rank}", "")
+        meeting.wait([f"connected/{peer}" for peer in range(num_ranks)], limit)
         sender.send((function(rank, *args), None))
     except BaseException:
         sender.send((None, traceback.format_exc()))
