@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_ep.backends.base import Backend, Call, DispatchedRows, Plan
+from moe_ep.backends.base import Backend, Call, Plan
 
 
 class Exchange(NamedTuple):
@@ -22,36 +22,11 @@ class Exchange(NamedTuple):
     dequantize: bool = True
 
 
-def dispatch(
-    x: Tensor, probs: Tensor | None, exchange: Exchange, call: Call
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `Dispatch`, which costs the host time even where nothing wants a gradient."""
-    if _wants_gradient(x, probs):
-        tokens, scales, row_probs = Dispatch.apply(x, probs, exchange, call)
-        return tokens, scales, row_probs
-    arrived = _send(x, probs, exchange, call)
-    return arrived.rows, arrived.scales, arrived.probs
-
-
-def combine(rows: Tensor, weights: Tensor | None, exchange: Exchange, call: Call) -> Tensor:
-    """As `Combine`, for the same reason."""
-    if _wants_gradient(rows, weights):
-        out: Tensor = Combine.apply(rows, weights, exchange, call)
-        return out
-    return exchange.backend.combine(exchange.plan, rows, call, weights=weights)[0]
-
-
-def _wants_gradient(*tensors: Tensor | None) -> bool:
+def wants_gradient(*tensors: Tensor | None) -> bool:
     for tensor in tensors:  # a generator would cost as much as all else here
         if tensor is not None and tensor.requires_grad:
             return torch.is_grad_enabled()
     return False
-
-
-def _send(x: Tensor, probs: Tensor | None, exchange: Exchange, call: Call) -> DispatchedRows:
-    return exchange.backend.dispatch(
-        exchange.plan, x, probs, call, exchange.fp8_scale, dequantize=exchange.dequantize
-    )
 
 
 class Dispatch(torch.autograd.Function):
@@ -62,7 +37,9 @@ class Dispatch(torch.autograd.Function):
         ctx: Any, x: Tensor, probs: Tensor | None, exchange: Exchange, call: Call
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.exchange, ctx.has_probs = exchange, probs is not None
-        arrived = _send(x, probs, exchange, call)
+        arrived = exchange.backend.dispatch(
+            exchange.plan, x, probs, call, exchange.fp8_scale, dequantize=exchange.dequantize
+        )
         if arrived.scales is not None:
             ctx.mark_non_differentiable(arrived.rows, arrived.scales)
         return arrived.rows, arrived.scales, arrived.probs

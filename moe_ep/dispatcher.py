@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep import autograd, backends, env
-from moe_ep.autograd import Exchange
+from moe_ep import backends, env
+from moe_ep.autograd import Combine, Dispatch, Exchange, wants_gradient
 from moe_ep.backends.base import Call
 from moe_ep.checks import (
     check_device,
@@ -268,8 +268,11 @@ class ExpertParallel(Measured):
                     probs = x.new_zeros(plan.num_tokens, plan.num_slots, dtype=self._wide)
             elif probs is not None:
                 probs = self._slot_weights(probs)
-        exchange = Exchange(backend, plan, self._call, fp8_scale, dequantize)
-        return handle, autograd.dispatch(x, probs, exchange, call)
+        if wants_gradient(x, probs):
+            exchange = Exchange(backend, plan, self._call, fp8_scale, dequantize)
+            return handle, Dispatch.apply(x, probs, exchange, call)
+        arrived = backend.dispatch(plan, x, probs, call, fp8_scale, dequantize=dequantize)
+        return handle, (arrived.rows, arrived.scales, arrived.probs)
 
     def _combine(
         self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None, call: Call
@@ -288,8 +291,11 @@ class ExpertParallel(Measured):
             weights = None if weights is None else rows.new_zeros(plan.num_rows, dtype=self._wide)
         elif weights is not None:
             weights = self._widened(weights)
-        exchange = Exchange(self._backend_for(handle.layer), plan, self._call)
-        return autograd.combine(rows, weights, exchange, call)
+        backend = self._backend_for(handle.layer)
+        if wants_gradient(rows, weights):
+            out: Tensor = Combine.apply(rows, weights, Exchange(backend, plan, self._call), call)
+            return out
+        return backend.combine(plan, rows, call, weights=weights)[0]
 
     def _call(self, phase: str) -> Call:
         if self._destroyed:

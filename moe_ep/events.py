@@ -107,7 +107,8 @@ class CommStream:
 
         On the communication stream it starts after `previous_event` or, without one, after all work
         that the caller's stream has so far; and the caller's stream waits for its end unless
-        `async_finish`. While a CUDA graph is captured, it always starts after all work so far.
+        `async_finish`. While a CUDA graph is captured, it always starts after all work so far; and
+        operations that are not asynchronous go to the communication stream, too, once it is used.
 
         Args:
             inputs: tensors the operation reads, in tuples and lists of any depth; other values
@@ -122,9 +123,11 @@ class CommStream:
             if previous_event is not None:
                 previous_event.current_stream_wait()
             return operation(), EventOverlap(EventHandle() if async_finish else None)
-        capturing = torch.cuda.is_current_stream_capturing()
+        # Asking whether a graph is captured costs the host more than all else here.
+        capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
         if not (self._always or async_finish or previous_event is not None or capturing):
-            return operation(), EventOverlap()
+            return operation(), _NOTHING_TO_WAIT_FOR
+        capturing = torch.cuda.is_current_stream_capturing()
         caller, stream = torch.cuda.current_stream(self.device), self.stream
         if previous_event is None or previous_event.event is None or capturing:
             stream.wait_stream(caller)
@@ -141,7 +144,10 @@ class CommStream:
             return result, EventOverlap(done)
         with torch.cuda.stream(caller):  # of this device, whichever is current
             done.current_stream_wait()
-        return result, EventOverlap()
+        return result, _NOTHING_TO_WAIT_FOR
+
+
+_NOTHING_TO_WAIT_FOR = EventOverlap()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

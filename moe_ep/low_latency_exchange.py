@@ -201,8 +201,14 @@ class LowLatency:
         self._in_flight[number] = call
 
         def once() -> None:
-            if self._in_flight.pop(number, None) is not None:
-                receive()
+            if self._in_flight.pop(number, None) is None:
+                return
+            if self._destroyed:
+                raise BrokenError(
+                    f"rank {self.rank}: {call.phase}, operation {call.operation}: its hook was "
+                    "called after destroy()"
+                )
+            receive()
 
         return once
 

@@ -40,9 +40,18 @@ struct Deadline {
   }
 };
 
-// What a peer signals when it has finished its part of `operation`.
+// What a rank signals when it has finished its part of `operation`.
 __device__ __forceinline__ uint64_t signal_word(const CommView& comm, uint64_t operation) {
-  return operation << 1 | static_cast<uint64_t>(comm.bad_input);
+  const int culprit = comm.bad_input != 0 ? comm.first_rank + comm.rank + 1 : 0;
+  return operation << kCulpritBits | static_cast<uint64_t>(culprit);
+}
+
+// Notes whose input to `number` is bad, if the word is of that and says so.
+__device__ __forceinline__ void note_culprit(const CommView& comm, uint64_t word, uint64_t number) {
+  const uint32_t culprit = static_cast<uint32_t>(word & kCulpritMask);
+  if (culprit == 0 || word >> kCulpritBits != number) return;
+  comm.control->culprit = culprit;
+  comm.host->bad_peer = culprit;
 }
 
 // Waits until `peer` has signalled `operation` or a later one. Called by one thread, whose acquire
@@ -51,14 +60,16 @@ __device__ __forceinline__ bool wait_signal(const CommView& comm, Signal kind, i
                                             uint64_t operation, Phase phase) {
   const uint64_t* word = comm.signal(comm.rank, kind, peer);
   uint64_t seen = ptx::load_acquire_system(word);
-  for (Deadline deadline; seen >> 1 < operation; seen = ptx::load_acquire_system(word)) {
-    if (!deadline.expired(comm, comm.timeout_ns)) continue;
+  // Longer for this rank's own blocks: one that is late because of a peer reports the peer.
+  const uint64_t limit_ns = comm.timeout_ns << (peer == comm.rank ? 1 : 0);
+  for (Deadline deadline; seen >> kCulpritBits < operation; seen = ptx::load_acquire_system(word)) {
+    if (!deadline.expired(comm, limit_ns)) continue;
     seen = ptx::load_acquire_system(word);  // the last look
-    if (seen >> 1 >= operation) break;
-    record_fault(comm, peer, phase, operation, operation << 1, seen);
+    if (seen >> kCulpritBits >= operation) break;
+    record_fault(comm, peer, phase, operation, operation << kCulpritBits, seen);
     return false;
   }
-  if ((seen & 1) != 0 && seen >> 1 == operation) comm.host->bad_peer = comm.first_rank + peer + 1;
+  note_culprit(comm, seen, operation);
   return true;
 }
 

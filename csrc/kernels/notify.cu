@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   }
 
   if (arrive_last(&comm.control->arrived_end) && threadIdx.x < 32) {
-    signal_peers(comm, Signal::kListsReady, operation << 1, threadIdx.x);
+    signal_peers(comm, Signal::kListsReady, operation << kCulpritBits, threadIdx.x);
   }
   // Ending only when all ranks have published makes one notify a barrier: no rank can be so far
   // ahead that it overwrites counts or lists somebody still reads.
@@ -367,8 +367,12 @@ int64_t notify_scratch_words(int num_experts, int num_ranks) {
 }
 
 cudaError_t prepare_notify(int num_experts, int num_ranks) {
-  return cudaFuncSetAttribute(notify_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(shared_bytes(num_experts, num_ranks)));
+  const int bytes = static_cast<int>(shared_bytes(num_experts, num_ranks));
+  cudaFuncAttributes now{};
+  const cudaError_t error = cudaFuncGetAttributes(&now, notify_kernel);
+  // The limit belongs to the function: another communicator may have raised it further.
+  if (error != cudaSuccess || bytes <= now.maxDynamicSharedSizeBytes) return error;
+  return cudaFuncSetAttribute(notify_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
 cudaError_t launch_notify(const NotifyArgs& args, int num_blocks, cudaStream_t stream) {

@@ -207,13 +207,21 @@ int64_t NvshmemHost::ping_block_bytes() const {
   return reinterpret_cast<int64_t>(args.outbox) + kPingBytes;
 }
 
-void NvshmemHost::ping(uintptr_t block, uint64_t number) {
-  check_cuda(cudaSetDevice(device_), "cudaSetDevice");
+bool NvshmemHost::ping(uintptr_t block, uint64_t number, double timeout_s) {
+  const int device = device_;
   PingArgs args = ping_args(block, rank_, num_ranks_);
   args.number = number;
+  check_cuda(cudaSetDevice(device), "cudaSetDevice");
   check_cuda(cudaDeviceSynchronize(), "work before the ping kernel");
-  check_cuda(launch_ping(args, nullptr), "ping kernel");
-  check_cuda(cudaStreamSynchronize(nullptr), "ping kernel");
+  // The kernel waits until its messages have arrived, for as long as the transport takes.
+  return bounded<int>(timeout_s,
+                      [device, args] {
+                        check_cuda(cudaSetDevice(device), "cudaSetDevice");
+                        check_cuda(launch_ping(args, nullptr), "ping kernel");
+                        check_cuda(cudaStreamSynchronize(nullptr), "ping kernel");
+                        return 0;
+                      })
+      .has_value();
 }
 
 bool NvshmemHost::gpu_sends() const {

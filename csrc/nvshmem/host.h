@@ -53,8 +53,9 @@ class NvshmemHost {
   // Collective: leaves NVSHMEM, which is finalised once nobody uses it.
   bool finish(double timeout_s);
 
-  // A put with signal to every rank. `number` must grow from call to call.
-  void ping(uintptr_t block, uint64_t number);
+  // A put with signal to every rank. `number` must grow from call to call. False: the transport has
+  // not taken the messages in time.
+  bool ping(uintptr_t block, uint64_t number, double timeout_s);
   // The ranks whose ping `number` (or a later one) has not arrived, payload included.
   std::vector<int> missing_pings(uintptr_t block, uint64_t number) const;
   // Bytes of the symmetric block that pings need.

@@ -19,6 +19,12 @@ __device__ __forceinline__ bool follows_core(Phase phase) {
   return phase == Phase::kRailVerdict || phase == Phase::kRailSumsFree || phase == Phase::kRailSums;
 }
 
+// As signal_word; for data that came, or is summed, from several ranks: any of them may be the
+// culprit.
+__device__ __forceinline__ uint64_t relayed_word(const CommView& comm, uint64_t number) {
+  return signal_word(comm, number) | (comm.bad_input != 0 ? 0 : comm.control->culprit);
+}
+
 // Waits until word >> shift >= expected. `host` wrote the word. False: the kernel is to end.
 __device__ __forceinline__ bool wait_rail(const CommView& comm, const RailView& rail,
                                           RailSignal kind, int host, int shift, uint64_t expected,
@@ -36,25 +42,19 @@ __device__ __forceinline__ bool wait_rail(const CommView& comm, const RailView& 
   return true;
 }
 
-// Waits for a word of each of the other hosts. All threads of the block call it and get the same
-// answer; `bad` tells whether a host said that its input is bad.
+// Waits for a word of each of the other hosts: a signal word if `is_ready`, else a mere count. All
+// threads of the block call it and get the same answer.
 __device__ __forceinline__ bool wait_chunk(const CommView& comm, const RailView& rail,
                                            RailSignal kind, uint64_t chunks, Phase phase,
-                                           bool* bad) {
-  const int shift = bad != nullptr ? 1 : 0;
-  int passed = 1, is_bad = 0;
+                                           bool is_ready) {
+  bool passed = true;
   const int host = threadIdx.x;
   if (host < rail.num_hosts && host != rail.host) {
     uint64_t seen;
-    passed = wait_rail(comm, rail, kind, host, shift, chunks, phase, seen);
-    if (bad != nullptr && (seen & 1) != 0 && seen >> 1 == chunks) {
-      is_bad = 1;
-      comm.host->bad_peer = rail.rank_on(host) + 1;
-    }
+    passed = wait_rail(comm, rail, kind, host, is_ready ? kCulpritBits : 0, chunks, phase, seen);
+    if (is_ready) note_culprit(comm, seen, chunks);
   }
-  const bool all = __syncthreads_and(passed) != 0;
-  if (bad != nullptr) *bad = __syncthreads_or(is_bad) != 0;
-  return all;
+  return __syncthreads_and(passed) != 0;
 }
 
 // Sets this host's word of `kind` at the ranks of the rail. Called by one warp, after arrive_last.

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kRailThreads, 1)
   if (!has_work(args)) return;
   const uint64_t chunks = control->chunks_sent;
   if (!wait_chunk(comm, rail, RailSignal::kRowsFree, chunks_to_be_read(chunks),
-                  Phase::kRailRowsFree, nullptr)) {
+                  Phase::kRailRowsFree, false)) {
     return;
   }
   put_tokens(args, static_cast<int64_t>(chunks % kInboxSlots));
@@ -120,9 +120,8 @@ __global__ void __launch_bounds__(kRailThreads, 1)
   if (!has_work(args)) return;
   const StagingSlot slot = current_slot(comm);
   const uint64_t chunks = control->chunks_staged;
-  bool bad = false;
   if (!wait_all_peers(comm, Signal::kStageDone, slot.last_used_by, Phase::kStageFree)) return;
-  if (!wait_chunk(comm, rail, RailSignal::kRowsReady, chunks + 1, Phase::kRailRows, &bad)) return;
+  if (!wait_chunk(comm, rail, RailSignal::kRowsReady, chunks + 1, Phase::kRailRows, true)) return;
   const int lane = threadIdx.x % kWarp, slots = rail.shape.num_slots;
   const int64_t chunk = rail.shape.chunk_tokens;
   const StagedRows stage = staged_rows(comm, slot, comm.rank);
@@ -141,8 +140,7 @@ __global__ void __launch_bounds__(kRailThreads, 1)
   }
   if (!arrive_last(&control->arrived_stage)) return;
   if (threadIdx.x < kWarp) {
-    const uint64_t word = signal_word(comm, slot.operation) | (bad ? 1 : 0);
-    signal_peers(comm, Signal::kStageReady, word, threadIdx.x);
+    signal_peers(comm, Signal::kStageReady, relayed_word(comm, slot.operation), threadIdx.x);
     signal_rail(rail, RailSignal::kRowsFree, chunks + 1, threadIdx.x);
   }
   if (threadIdx.x == 0) control->chunks_staged = chunks + 1;

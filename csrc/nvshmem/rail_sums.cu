@@ -74,14 +74,14 @@ __global__ void __launch_bounds__(kRailThreads, 1)
   if (!has_work(args)) return;
   const uint64_t chunks = control->chunks_returned;
   if (!wait_chunk(comm, rail, RailSignal::kSumsFree, chunks_to_be_read(chunks),
-                  Phase::kRailSumsFree, nullptr)) {
+                  Phase::kRailSumsFree, false)) {
     return;
   }
   put_sums(args, static_cast<int64_t>(chunks % kInboxSlots));
   put_values(args, static_cast<int64_t>(chunks % kInboxSlots));
   if (!arrive_last(&control->arrived_return)) return;
   if (threadIdx.x < kWarp) {
-    signal_rail(rail, RailSignal::kSumsReady, signal_word(comm, chunks + 1), threadIdx.x);
+    signal_rail(rail, RailSignal::kSumsReady, relayed_word(comm, chunks + 1), threadIdx.x);
   }
   if (threadIdx.x == 0) control->chunks_returned = chunks + 1;
 }
@@ -138,8 +138,7 @@ __global__ void __launch_bounds__(kRailThreads, 1)
     return;
   }
   const uint64_t chunks = control->chunks_summed;
-  bool bad = false;
-  if (!wait_chunk(comm, rail, RailSignal::kSumsReady, chunks + 1, Phase::kRailSums, &bad)) return;
+  if (!wait_chunk(comm, rail, RailSignal::kSumsReady, chunks + 1, Phase::kRailSums, true)) return;
   sum_hosts<T>(args, static_cast<int64_t>(chunks % kInboxSlots), true);
   if (!arrive_last(&control->arrived_sum)) return;
   if (threadIdx.x < kWarp) {

@@ -30,7 +30,7 @@ enum class RailSignal : int32_t {
   kStatus = 1,     // {epoch, status and culprit}: the verdict of its host on the counts
   kWorstRows = 2,  // {epoch, rows}: the same
   kMaxTokens = 3,  // {epoch, tokens}: the same
-  kRowsReady = 4,  // (chunks put so far) << 1 | bad input: dispatch
+  kRowsReady = 4,  // signal word of the chunks put so far: dispatch
   kRowsFree = 5,   // chunks of ours it has read: dispatch
   kSumsReady = 6,  // as kRowsReady: combine
   kSumsFree = 7,   // as kRowsFree: combine

@@ -17,7 +17,12 @@ struct SymmetricShape {
   int64_t list_tokens;    // tokens that lists are for, where rows move in parts; 0: max_tokens
 };
 
-// One word of signals per (kind, peer), written by that peer: (operation << 1) | bad input.
+// Signal words count operations, or chunks, and say below that whose input is bad: 1 + its rank in
+// the group, 0 for nobody's.
+constexpr int kCulpritBits = 16;
+constexpr uint64_t kCulpritMask = (uint64_t{1} << kCulpritBits) - 1;
+
+// One signal word per (kind, peer), written by that peer, of the operation.
 enum class Signal : int32_t {
   kListsReady = 0,    // the peer has published its rank rows and items
   kStageReady = 1,    // the peer has staged its rows

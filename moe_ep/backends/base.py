@@ -48,7 +48,7 @@ class DispatchedRows:
     probs: Tensor | None  # [N]; zero in padding rows
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """What an error message needs to know of the operation, and how long it may wait."""
 

@@ -21,6 +21,7 @@ from moe_ep.backends.cuda_figures import CudaFigures
 from moe_ep.backends.cuda_limits import ROW_MULTIPLE_BYTES, WIDEST_BYTES, load_core
 from moe_ep.backends.cuda_memory import Memory, SharedMemory
 from moe_ep.backends.cuda_plan import CudaPlan, StagedTokens
+from moe_ep.errors import OrderError
 from moe_ep.layout import FP8_BLOCK, EPLayout
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -109,13 +110,18 @@ class CudaBackend(CudaErrors, CudaFigures):
     ) -> CudaPlan:
         """With `x`, its rows are staged first: ranks that come early have something to do."""
         self.check(call)
+        capacity = capacity or self.layout.dispatch.capacity
+        if capacity is None and torch.cuda.is_current_stream_capturing():
+            raise OrderError(
+                f"rank {self.rank}: {call.phase}, operation {call.operation}: the host waits for "
+                "counts, which a CUDA graph cannot capture; set dispatch.capacity"
+            )
         if topk_idx is None:
             width = self.layout.model.top_k * self.layout.parallel.expert_tensor
             topk_idx = torch.empty(0, width, dtype=torch.int64)
-        topk_idx = self._placed(topk_idx)
+        topk_idx, _ = self._placed(topk_idx)
         if self._pending is not None:
             self._pending.resolve()  # there is one place for counts
-        capacity = capacity or self.layout.dispatch.capacity
         launch = self._launch(call)
         limits = self._list_limits if capacity is None else (capacity, capacity)
         plan = self._new_plan(topk_idx.shape, limits, call)
@@ -157,6 +163,26 @@ class CudaBackend(CudaErrors, CudaFigures):
             plan.resolve()  # stages again where memory had to grow first
             x, probs, tensors = plan.staged
             plan.staged = None
+        try:
+            arrived = self._pull(plan, x, probs, tensors, fp8_scale, dequantize, launch, call)
+        except BaseException as error:
+            self._left_halfway(call, error)
+            raise
+        self._raise_own_error(call)
+        return arrived
+
+    def _pull(
+        self,
+        plan: CudaPlan,
+        x: Tensor,
+        probs: Tensor | None,
+        tensors: Any,
+        fp8_scale: str | None,
+        dequantize: bool,
+        launch: Any,
+        call: Call,
+    ) -> DispatchedRows:
+        """The second half of `dispatch`, once its rows are staged."""
         num_rows, hidden = plan.rows, x.shape[1]
         scales = row_probs = None
         address_of_scales = address_of_probs = 0
@@ -175,7 +201,6 @@ class CudaBackend(CudaErrors, CudaFigures):
         )
         self._calls.append((number, call))
         self._record(plan)
-        self._raise_own_error(call)
         return DispatchedRows(rows, scales, row_probs)
 
     def combine(
@@ -189,7 +214,7 @@ class CudaBackend(CudaErrors, CudaFigures):
         self.check(call)
         plan.resolve()
         launch = self._launch(call)
-        rows = self._placed(rows)
+        rows, address = self._placed(rows)
         hidden = rows.shape[1]
         out = rows.new_empty(plan.num_tokens, hidden)
         slot_values = None
@@ -197,15 +222,15 @@ class CudaBackend(CudaErrors, CudaFigures):
         # has no address.
         address_of_weights = address_of_values = address_of_slots = 0
         if weights is not None:
-            weights = self._placed(weights, torch.float32)
-            address_of_weights = weights.data_ptr() or weights.element_size()
+            weights, address_of_weights = self._placed(weights, torch.float32)
+            address_of_weights = address_of_weights or weights.element_size()
         if values is not None:
-            values = self._placed(values, torch.float32)
+            values, address_of_values = self._placed(values, torch.float32)
             slot_values = values.new_empty(plan.num_tokens, plan.num_slots)
-            address_of_values = values.data_ptr() or values.element_size()
+            address_of_values = address_of_values or values.element_size()
             address_of_slots = slot_values.data_ptr()
         tensors = self._core.CombineTensors(
-            rows.data_ptr(),
+            address,
             address_of_weights,
             address_of_values,
             out.data_ptr(),
@@ -249,25 +274,28 @@ class CudaBackend(CudaErrors, CudaFigures):
 
     # -- one operation ----------------------------------------------------------------------------
 
-    def _placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def _placed(self, tensor: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, int]:
         """On this object's device, without gaps, where kernels can read 16 bytes at a time; mostly
-        it is so already."""
+        it is so already. And its address."""
         if tensor.device != self.device or (dtype is not None and tensor.dtype != dtype):
             tensor = tensor.to(self.device, dtype or tensor.dtype)
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
-        return tensor.clone() if tensor.data_ptr() % ROW_MULTIPLE_BYTES else tensor
+        address = tensor.data_ptr()
+        if address % ROW_MULTIPLE_BYTES:
+            tensor = tensor.clone()
+            address = tensor.data_ptr()
+        return tensor, address
 
     def _staged_tokens(
         self, x: Tensor, probs: Tensor | None, fp8_scale: str | None
     ) -> StagedTokens:
-        x = self._placed(x)
+        x, address = self._placed(x)
         address_of_probs = 0
         if probs is not None:
-            probs = self._placed(probs, torch.float32)
-            address_of_probs = probs.data_ptr()
+            probs, address_of_probs = self._placed(probs, torch.float32)
         tensors = self._core.DispatchTensors(
-            x.data_ptr(), address_of_probs, x.shape[1], _TYPES[x.dtype], _FP8_SCALES[fp8_scale]
+            address, address_of_probs, x.shape[1], _TYPES[x.dtype], _FP8_SCALES[fp8_scale]
         )
         return x, probs, tensors
 
@@ -301,17 +329,28 @@ class CudaBackend(CudaErrors, CudaFigures):
 
     def _complete(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> None:
         """Waits for the counts of `_start` and finishes the plan."""
+        try:
+            counts = self._wait_counts(plan, topk_idx, call)
+        finally:
+            self._pending = None
+        self._raise_status(counts, call)
+        if not plan.has_lists:
+            plan.add_lists(self._core, counts.num_rank_rows, counts.num_items)
+            self._fetch_lists(plan, self._launch(call))
+        plan.set_rows(counts.num_rows, counts)
+
+    def _wait_counts(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> Any:
         while True:
             launch = self._launch(call)
             counts = self._comm.wait_counts(launch)
             if counts is None:
                 self.check(call)
             if counts.status != NEEDS_ROOM:
-                break
+                return counts
             try:
                 self._memory.grow(counts.max_tokens, call)
             except Exception as error:
-                self._pending, self._broken = None, f"its memory could not grow: {error}"
+                self._broken = f"its memory could not grow: {error}"
                 raise
             self._set_list_limits()
             if plan.has_lists and self._list_limits != _NO_LISTS:
@@ -319,12 +358,6 @@ class CudaBackend(CudaErrors, CudaFigures):
             else:
                 plan.drop_lists()
             self._start(plan, topk_idx, launch, call)
-        self._pending = None
-        self._raise_status(counts, call)
-        if not plan.has_lists:
-            plan.add_lists(self._core, counts.num_rank_rows, counts.num_items)
-            self._fetch_lists(plan, launch)
-        plan.set_rows(counts.num_rows, counts)
 
     def _fetch_lists(self, plan: CudaPlan, launch: Any) -> None:
         self._comm.fetch_lists(plan.view, launch)

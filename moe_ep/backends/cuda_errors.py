@@ -49,6 +49,10 @@ class CudaErrors:
             self._broken = f"bad input to {call.phase}, operation {call.operation}"
             raise call.error
 
+    def _left_halfway(self, call: Call, error: BaseException) -> None:
+        """Out of memory, say, after the peers have got counts or rows: they go on without us."""
+        self._broken = f"{call.phase}, operation {call.operation}, was left halfway: {error}"
+
     def _peer_timeout(self, fault: Any) -> PeerTimeoutError:
         calls = [known for number, known in self._calls if number == fault.operation]
         operation = calls[0].operation if calls else fault.operation

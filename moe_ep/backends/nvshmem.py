@@ -66,17 +66,19 @@ class NvshmemBackend(CudaBackend):
             chunk_tokens = min(chunk_tokens, layout.tokens_per_rank)
         self._rail_config = self._runtime.core.RailConfig()
         self._chunk_tokens = chunk_tokens
-        problem = ""
+        problem, failed = "", None
         try:
             super().__init__(layout, group, HostChannel(channel, hosts))
-        except BackendUnavailableError as error:  # the other hosts must come to know
-            problem = f"host {hosts.host}: {error}"[:_LETTERS]
+        except Exception as error:  # the other hosts must come to know
+            problem, failed = f"host {hosts.host}: {error}"[:_LETTERS], error
         mine = {"problem": problem, "gpu": gpu_id(device.index)}
         answers = exchange_json(channel, mine, call)
         problem = next((answer["problem"] for answer in answers if answer["problem"]), "")
         if problem:
+            if failed is None:
+                self._memory.release()
             self._runtime.release()
-            raise BackendUnavailableError(problem)
+            raise BackendUnavailableError(problem) from failed
         self.channel, self.rank, self.size = channel, channel.rank, channel.size
         self._shape = ChunkShape(
             hosts.num_hosts,
@@ -137,8 +139,26 @@ class NvshmemBackend(CudaBackend):
         assert isinstance(plan, HostsPlan)
         self.check(call)
         plan.resolve()
+        try:
+            arrived = self._exchange(plan, x, probs, call, fp8_scale, dequantize)
+        except BaseException as error:
+            self._left_halfway(call, error)
+            raise
+        self._raise_own_error(call)
+        return arrived
+
+    def _exchange(
+        self,
+        plan: HostsPlan,
+        x: Tensor,
+        probs: Tensor | None,
+        call: Call,
+        fp8_scale: str | None,
+        dequantize: bool,
+    ) -> DispatchedRows:
+        """Rows to other hosts and from them, of a plan whose counts are known."""
         launch = self._launch(call)
-        x = self._placed(x)
+        x, _ = self._placed(x)
         hidden = x.shape[1]
         tensors = self._core.DispatchTensors(
             0, 0, hidden, cuda._TYPES[x.dtype], cuda._FP8_SCALES[fp8_scale]
@@ -174,7 +194,6 @@ class NvshmemBackend(CudaBackend):
         targets = (rows.data_ptr(), address_of_probs, address_of_scales)
         self._move_rows(plan, rows_out, tensors, targets, launch, call)
         self._record(plan)
-        self._raise_own_error(call)
         return DispatchedRows(rows=rows, scales=scales, probs=row_probs)
 
     def _move_rows(
@@ -215,7 +234,7 @@ class NvshmemBackend(CudaBackend):
         self.check(call)
         plan.resolve()
         launch = self._launch(call)
-        rows = self._placed(rows)
+        rows, address = self._placed(rows)
         out = rows.new_empty(plan.num_tokens, rows.shape[1])
         sums = self._runtime.core.RailSums()
         sums.status, sums.expert_of_slot = plan.status_address, plan.addresses["expert_of_slot"]
@@ -232,7 +251,7 @@ class NvshmemBackend(CudaBackend):
             slot_values = values.new_empty(plan.num_tokens, self._max_slots)
             address_of_values = values.data_ptr() or values.element_size()
             sums.slot_values = slot_values.data_ptr()
-        sources = (rows.data_ptr(), address_of_weights, address_of_values)
+        sources = (address, address_of_weights, address_of_values)
         self._move_sums(plan, sums, sources, launch, call)
         self._record(plan)
         self._raise_own_error(call)

@@ -154,7 +154,8 @@ class NvshmemRuntime:
             # First: no kernel of this rank uses the memory any more. Second: it has heard so from
             # all. A rank that gives up says the first alone, so that nobody frees without it.
             for number in (_GOODBYE, _GOODBYE + 1):
-                host.ping(self._ping_block, number)
+                if not host.ping(self._ping_block, number, _GOODBYE_S):
+                    return
                 if self._missing(host, number, _GOODBYE_S):
                     return
             for address in [buffer.address for buffer in self._buffers] + [self._ping_block]:
@@ -231,7 +232,7 @@ class NvshmemRuntime:
         it does not work between."""
         problem = ""
         try:
-            self._host.ping(self._ping_block, _HELLO)
+            self._in_time(self._host.ping(self._ping_block, _HELLO, call.timeout_s) or None, call)
             missing = self._missing(self._host, _HELLO, call.timeout_s / 2)
             if missing:
                 far = [rank for rank in missing if not self.hosts.same_host(rank)]

@@ -95,12 +95,12 @@ def check_pings(rank: int, times: int) -> int:
     for number in range(2, times + 2):
         late = number % size  # this rank sends after all have looked
         if rank != late:
-            host.ping(block, number)
+            assert host.ping(block, number, 20.0)
         dist.barrier()
         assert host.missing_pings(block, number) == [late], number
         dist.barrier()
         if rank == late:
-            host.ping(block, number)
+            assert host.ping(block, number, 20.0)
         dist.barrier()
         assert host.missing_pings(block, number) == []
         arrived += size

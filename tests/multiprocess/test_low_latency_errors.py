@@ -314,6 +314,27 @@ def test_wrong_handles() -> None:
         assert told == ["ValueError", "TypeError", "BrokenError"]
 
 
+def _late_hook(rank: int) -> str:
+    """A hook that is called after destroy(); one that was called before does nothing."""
+    case = Case()
+    buffer = make_buffer([case])
+    first, second = (send(buffer, case, seed, "cpu") for seed in (1, 2))
+    first.hook()
+    dist.barrier()
+    buffer.destroy()
+    first.hook()
+    try:
+        second.hook()
+    except BrokenError as error:
+        return str(error)
+    return ""
+
+
+def test_hook_after_destroy() -> None:
+    for rank, told in enumerate(run_ranks(_in_environment, 2, "_late_hook")):
+        assert f"rank {rank}: low_latency_dispatch, operation 2: its hook was called after" in told
+
+
 def _missing_rank(rank: int) -> tuple[str, float]:
     """The last rank leaves after one exchange; the wait counts from the hook."""
     case = Case()

@@ -60,10 +60,13 @@ class FileHost:
     def peer_address(self, address: int, rank: int) -> int:
         return address + 1_000_000 * (rank + 1)
 
-    def ping(self, block: int, number: int) -> None:
+    def ping(self, block: int, number: int, timeout_s: float) -> bool:
+        if ("stuck", self.rank) in self.core.broken:
+            return False
         for peer in range(self.num_ranks):
             if ("ping", self.rank, peer) not in self.core.broken:
                 (self.core.folder / f"{block}-{self.rank}-{peer}-{number}").touch()
+        return True
 
     def missing_pings(self, block: int, number: int) -> list[int]:
         names = [f"{block}-{peer}-{self.rank}-{number}" for peer in range(self.num_ranks)]
@@ -243,6 +246,18 @@ def test_scenarios(tmp_path: Path) -> None:
     told = [answer["bad border"] for answer in answers]
     assert told[3].startswith("ValueError: MOE_EP_RANKS_PER_HOST='x'"), told
     assert all(text.startswith("PeerError") and "rank 3" in text for text in told[:3]), told
+
+
+def stuck(rank: int, folder: str) -> str:
+    bench = Bench(folder)
+    return bench.told(bench.core(("stuck", 2)), variables=TWO, timeout_s=2.0)
+
+
+def test_a_transport_that_takes_no_messages(tmp_path: Path) -> None:
+    told = run_ranks(stuck, 4, str(tmp_path), limit_s=60)
+    assert all(text.startswith("PeerTimeoutError: ") for text in told), told
+    assert "rank 2 waited 2 s for NVSHMEM in setup" in told[2], told
+    assert all("for rank 2 in setup" in told[rank] for rank in (0, 1, 3)), told
 
 
 def late(rank: int, folder: str) -> tuple[str, float]:

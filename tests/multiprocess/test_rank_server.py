@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -85,6 +86,15 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Jobs in the background of a shell script ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_call_leaves_nothing(tmp_path: Path) -> None:
     """As when pytest's time limit ends a test: the ranks end, and the next call starts anew."""
     with RankServer(_prepare, "again") as server:
@@ -107,7 +117,7 @@ def _interrupt_when_running(folder: Path, pid: int) -> None:
         if all(Path(folder, str(rank)).exists() for rank in range(2)):
             break
         time.sleep(0.01)
-    os.kill(pid, 2)
+    os.kill(pid, signal.SIGINT)
 
 
 def _fails() -> None:
