@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,32 @@ def check_bad_input(rank: int) -> str:
     except (ValueError, PeerError) as error:
         told = type(error).__name__
     check_case(backend, case)
+    backend.destroy()
+    return told
+
+
+def check_left_halfway(rank: int) -> str:
+    """Rank 1 runs out of memory once its rows are on their way. What each rank is told then."""
+    case = Case(tokens=(64,))
+    backend = make_backend(case)
+    x, idx, probs = make_inputs(case)
+    check_case(backend, case)
+    told = ""
+    plan = backend.prepare(idx, call(1), x=x, probs=probs)
+    try:
+        if rank == 1:
+            full = torch.OutOfMemoryError("no room for rows")
+            with mock.patch.object(backend, "_pull", side_effect=full), suppress(type(full)):
+                backend.dispatch(plan, x, probs, call(1))
+            backend.prepare(idx, call(2), x=x, probs=probs)
+        else:
+            rows = backend.dispatch(plan, x, probs, call(1)).rows
+            backend.combine(plan, rows, call(2, "combine.rows", timeout_s=2.0))
+            torch.cuda.synchronize()
+            backend.check(call(3))
+    except (BrokenError, PeerTimeoutError) as error:
+        told = f"{type(error).__name__}: {error}"
+    dist.barrier()
     backend.destroy()
     return told
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_ep import EPLayout
 from moe_ep.backends.cuda import CudaBackend
-from moe_ep.errors import BackendUnavailableError
+from moe_ep.errors import BackendUnavailableError, PeerError
 
 _VECTOR_BYTES = 16
 
@@ -173,6 +173,30 @@ def check_buffer(rank: int, ranks_per_host: int) -> None:
 def check_capacity(rank: int) -> None:
     told = scenarios.check_capacity(rank)
     assert "dispatch.capacity is 30" in told and "rank 0 would receive" in told, told
+
+
+def check_culprit(rank: int, verb: str) -> str:
+    """The last rank sends rows that mean nothing, of a routing all know. What each is told."""
+    case = Case(tokens=(64,), top_k=4)
+    backend = make_backend(case)
+    x, idx, probs = make_inputs(case)
+    plan = backend.prepare(idx, call())
+    rows = backend.dispatch(plan, x, probs, call()).rows
+    bad = replace(call(), error=ValueError("of no use"))
+    given = bad if rank == dist.get_world_size() - 1 else call()
+    told = ""
+    try:
+        if verb == "dispatch":
+            backend.dispatch(plan, x, probs, given)
+        else:
+            backend.combine(plan, rows, given)
+        torch.cuda.synchronize()
+        backend.check(call())
+    except (ValueError, PeerError) as error:
+        told = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    backend.destroy()
+    return told
 
 
 def check_bad_input(rank: int) -> None:

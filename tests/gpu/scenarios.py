@@ -27,7 +27,7 @@ from moe_ep.backends.base import Call
 from moe_ep.backends.channel import Channel
 from moe_ep.backends.cuda import CudaBackend
 from moe_ep.backends.cuda_plan import CudaPlan
-from moe_ep.errors import CapacityError
+from moe_ep.errors import CapacityError, OrderError
 from moe_ep.quant import dequantize_fp8, quantize_fp8
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -303,6 +303,33 @@ def check_graph(rank: int) -> None:
             assert torch.equal(got, wanted), seed
     del graph, captured
     backend.destroy()
+
+
+def check_capture_without_capacity(rank: int) -> None:
+    """The host would wait for counts that only a replay sends; it is told, and all goes on."""
+    case = Case()
+    backend = make_backend(case)
+    x, idx, _probs = make_inputs(case)
+    refused = ""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.mul_(1)
+        try:
+            backend.prepare(idx, call(), x=x)
+        except OrderError as error:
+            refused = str(error)
+    assert "set dispatch.capacity" in refused
+    check_case(backend, case)
+    backend.destroy()
+
+
+def check_sizes(rank: int) -> None:
+    """Objects of many experts and of few, alive together: none changes what the others may use."""
+    many, few = Case(local=256, top_k=8), Case(local=1)
+    backends = [(case, make_backend(case)) for case in (many, few, many, few)]
+    for case, backend in backends:
+        check_case(backend, case)
+    for _, backend in backends:
+        backend.destroy()
 
 
 def check_autograd(rank: int) -> None:

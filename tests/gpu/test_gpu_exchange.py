@@ -61,6 +61,14 @@ def test_case_23_graph() -> None:
     run_ranks(scenarios.check_graph, 2, limit_s=120)
 
 
+def test_capture_without_capacity() -> None:
+    run_ranks(scenarios.check_capture_without_capacity, 2, limit_s=120)
+
+
+def test_objects_of_different_sizes() -> None:
+    run_ranks(scenarios.check_sizes, 2, limit_s=120)
+
+
 def test_capacity() -> None:
     for told in run_ranks(scenarios.check_capacity, 2, limit_s=120):
         assert "dispatch.capacity is 30" in told and "rank 0 would receive" in told

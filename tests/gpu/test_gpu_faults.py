@@ -33,6 +33,12 @@ def test_bad_combine_raises_everywhere(what: str, error: str) -> None:
         assert told[2].startswith("BrokenError"), told
 
 
+def test_a_dispatch_left_halfway() -> None:
+    waiting, culprit = run_ranks(fault_scenarios.check_left_halfway, 2, limit_s=90)
+    assert culprit.startswith("BrokenError") and "left halfway: no room for rows" in culprit
+    assert waiting.startswith("PeerTimeoutError: rank 0 waited 2 s for rank 1 in combine"), waiting
+
+
 def test_case_6_skipped_dispatch() -> None:
     told, seconds, again = run_ranks(
         fault_scenarios.check_skipped_dispatch, 2, Target(), limit_s=90

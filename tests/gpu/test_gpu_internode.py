@@ -69,6 +69,18 @@ def test_buffer() -> None:
     )
 
 
+@pytest.mark.parametrize("verb", ["dispatch", "combine"])
+def test_bad_input_names_its_rank_on_every_host(verb: str) -> None:
+    """Rows reach most ranks by way of another; that one is not to blame."""
+    hosts = HostSettings(2, 2)
+    *peers, culprit = run_ranks(
+        internode.between_hosts, hosts.num_ranks, hosts, internode.check_culprit, verb, limit_s=120
+    )
+    assert culprit == "ValueError: of no use"
+    for told in peers:
+        assert told.startswith("PeerError") and "rank 3 gave bad input" in told, (verb, peers)
+
+
 def test_exact_combine_is_refused() -> None:
     hosts = HostSettings(2, 1)
     told = run_ranks(

@@ -257,7 +257,7 @@ def test_a_transport_that_takes_no_messages(tmp_path: Path) -> None:
     told = run_ranks(stuck, 4, str(tmp_path), limit_s=60)
     assert all(text.startswith("PeerTimeoutError: ") for text in told), told
     assert "rank 2 waited 2 s for NVSHMEM in setup" in told[2], told
-    assert all("for rank 2 in setup" in told[rank] for rank in (0, 1, 3)), told
+    assert all("rank 2 in setup" in told[rank] for rank in (0, 1, 3)), told
 
 
 def late(rank: int, folder: str) -> tuple[str, float]:
