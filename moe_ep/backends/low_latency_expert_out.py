@@ -18,7 +18,7 @@ class ExpertOut:
 
     def __init__(self, comm: Any, device: torch.device) -> None:
         self._comm, self._device = comm, device
-        self._lent: dict[int, weakref.ref[Tensor]] = {}
+        self._lent: dict[int, weakref.ref[_DeviceArray]] = {}
         self._addresses: dict[int, int] = {}
         self._last_use = {1: -3, 2: -3}  # the operation that sent it last
         self._captured = False  # a replayed graph sends it without being counted
@@ -35,9 +35,9 @@ class ExpertOut:
         if not address:
             return None, 0
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        values = torch.as_tensor(_DeviceArray(address, size), device=self._device)
-        buffer = values.view(torch.bfloat16)
-        self._lent[which], self._addresses[which] = weakref.ref(buffer), address
+        memory = _DeviceArray(address, size)  # which lives as long as any view of it
+        buffer = torch.as_tensor(memory, device=self._device).view(torch.bfloat16)
+        self._lent[which], self._addresses[which] = weakref.ref(memory), address
         self._next = 3 - which
         # The second operation after that combine was not sent before the peers had received it.
         must_wait = self._captured or dispatch < self._last_use[which] + 2
@@ -59,7 +59,7 @@ class ExpertOut:
 
 
 class _DeviceArray:
-    """Device memory as torch takes it over without a copy. It knows no bf16."""
+    """Device memory as torch takes it over without a copy, and keeps. It knows no bf16."""
 
     def __init__(self, address: int, size: tuple[int, ...]) -> None:
         self.__cuda_array_interface__ = {

@@ -18,7 +18,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiprocess"))
 
 import low_latency_cases
 import low_latency_order
-from low_latency_cases import Case, check_case, make_buffer, make_inputs, send, send_back
+from low_latency_cases import (
+    Case,
+    check_case,
+    make_buffer,
+    make_inputs,
+    receive,
+    send,
+    send_back,
+)
 
 from moe_ep import BrokenError, Buffer, OrderError, PeerError, PeerTimeoutError
 from moe_ep.layout import Timeouts
@@ -107,6 +115,21 @@ def check_other_limit(rank: int) -> str:
     finally:
         buffer.destroy()
     return ""
+
+
+def check_lent_again(rank: int) -> None:
+    """A combine buffer of which somebody keeps a view, and nothing else, is not lent again."""
+    prepare()
+    case = Case()
+    buffer = make_buffer([case])
+    flight = send(buffer, case, 1, "cuda")
+    receive(flight)
+    view = buffer.get_next_low_latency_combine_buffer(flight.handle).view(-1)
+    flight = send(buffer, case, 2, "cuda")
+    receive(flight)
+    others = [buffer.get_next_low_latency_combine_buffer(flight.handle) for _ in range(3)]
+    assert view.data_ptr() not in [other.data_ptr() for other in others]
+    buffer.destroy()
 
 
 def _delay(generator: random.Random) -> None:

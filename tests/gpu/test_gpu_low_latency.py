@@ -78,6 +78,10 @@ def test_different_num_sms(num_ranks: int) -> None:
     run_ranks(low_latency_scenarios.check_uneven_sms, num_ranks, limit_s=120)
 
 
+def test_a_lent_buffer_is_kept_by_its_views() -> None:
+    run_ranks(low_latency_scenarios.check_lent_again, 2, limit_s=120)
+
+
 def test_case_11_different_limits() -> None:
     for told in run_ranks(low_latency_scenarios.check_other_limit, 2, limit_s=120):
         assert "num_max_dispatch_tokens_per_rank is 64 on rank 0 and 128 on rank 1" in told, told
