@@ -2,7 +2,7 @@
 
 Every command in a ```bash block is run here, or is run by another test (`ELSEWHERE`), or says in a
 comment what it needs (`MARKS`). Of all commands, in the text too, scripts, modules and options must
-exist. Python, JSON and YAML blocks must parse, and EP layouts be valid.
+exist. Python, JSON and YAML blocks must parse, EP layouts be valid, and whole Python programs run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import ast
 import functools
 import importlib.util
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -190,6 +193,37 @@ def test_other_blocks_parse(page: Path) -> None:
                 EPLayout(**data)
         else:
             assert language in ("", "text", "bash", "python", "cpp", "cuda"), language
+
+
+PROGRAMS = [
+    pytest.param(content, id=page.name)
+    for page in PAGES
+    for language, content in blocks(page)
+    if language == "python" and "__main__" in content
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_whole_programs_run(program: str, tmp_path: Path) -> None:
+    if "megatron.core" in program:
+        pytest.importorskip("megatron.core")
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[("), "what both ranks returned"
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(PROGRAMS) >= 2
+    assert not [p.name for p in PAGES if p.name != "README.md" and f"{p.name})" not in readme]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
