@@ -255,7 +255,7 @@ class Buffer(LowLatencyVerbs):
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from
                 `get_dispatch_layout`; needed without a handle. num_tokens_per_rdma_rank: unused.
             topk_idx: [T, K] int64 or int32. topk_weights: [T, K] fp32. Both or neither; neither
-                beside a handle.
+                with a handle.
             expert_alignment: rounds up the counts in num_recv_tokens_per_expert_list.
             num_worst_tokens: rows of the results whatever the routing (T * R is always enough).
                 The host doesn't wait, so that a CUDA graph can capture it, once a dispatch of the
@@ -279,8 +279,8 @@ class Buffer(LowLatencyVerbs):
 
         Raises:
             TypeError, ValueError: bad input on this rank. Its peers get a PeerError, and all can go
-                on. Beside a handle, and with num_worst_tokens, on backend cuda they get it at a
-                later call (so does this rank, of bad expert ids), and what moved these rows stops:
+                on. With a handle or num_worst_tokens, on backend cuda they get it at a later call
+                (so does this rank, of bad expert ids), and what moved these rows stops:
                 docs/deep_ep.md tells what else goes on.
             OrderError: the handle is of a Buffer of another group; PeerError or PeerTimeoutError
                 on the peers, who wait for rows, and what moved them stops.

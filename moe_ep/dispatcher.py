@@ -110,7 +110,7 @@ class ExpertParallel(Measured):
         Raises:
             TypeError, ValueError: bad input on this rank. The peers get a PeerError.
             PeerError: bad input on another rank. The object stays usable, except after a handle
-                that is not of this object, or (backend cuda) bad input beside a handle.
+                that is not of this object, or (backend cuda) bad input with a handle.
             CapacityError: more rows than `dispatch.capacity`, on any rank.
             PeerTimeoutError: a rank did not come in time. The object is broken from then on.
         """

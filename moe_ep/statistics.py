@@ -19,7 +19,12 @@ MAX_RANKS_NAMED = 16  # in `GroupStatistics.scalars`
 
 @dataclass(frozen=True)
 class Link:
-    """Token rows that took one kind of way, and their bytes (FP8 scales included)."""
+    """Token rows that took one kind of way, and their bytes (FP8 scales included).
+
+    Attributes:
+        rows: token rows.
+        bytes: theirs.
+    """
 
     rows: int = 0
     bytes: int = 0
@@ -39,7 +44,8 @@ class VerbStatistics:
             cuda between two events of the GPU, elsewhere of the host.
         wait_us: of it, waiting for the peer that came last.
         waited_for_us: wait_us by that peer.
-        links: rows between the experts of this rank and the ranks of their tokens, by `LINKS`.
+        links: rows between the experts of this rank and the ranks of their tokens: `own_rank`,
+            `own_host` and `other_hosts`.
     """
 
     calls: int = 0
@@ -51,6 +57,7 @@ class VerbStatistics:
 
     @property
     def us_per_call(self) -> float:
+        """Microseconds of a timed call, on average; 0 if there was none."""
         return self.us / self.timed if self.timed else 0.0
 
     def __add__(self, other: VerbStatistics) -> VerbStatistics:
@@ -75,7 +82,7 @@ class LayerStatistics:
     Attributes:
         tokens_per_expert: [L] rows that each local expert got in forward dispatches, padding left
             out.
-        verbs: by the names of `VERBS`.
+        verbs: `dispatch`, `combine`, `dispatch_backward` and `combine_backward`.
     """
 
     tokens_per_expert: list[int]
@@ -92,6 +99,7 @@ class LayerStatistics:
 
     @property
     def wait_us(self) -> float:
+        """Microseconds waited for the peer that came last, all verbs added up."""
         return sum(verb.wait_us for verb in self.verbs.values())
 
 
@@ -100,7 +108,9 @@ class Statistics:
     """Of one rank, since statistics were switched on or last reset.
 
     Attributes:
-        rank: in the group. layers: by the name their dispatches gave; "" without a name.
+        rank: in the group.
+        num_local_experts: L.
+        layers: by the name their dispatches gave; "" without a name.
     """
 
     rank: int
@@ -118,10 +128,12 @@ class Statistics:
         return imbalance(self.total.tokens_per_expert)
 
     def to_json(self) -> str:
+        """All of it as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Statistics:
+        """From the `text` of `to_json`."""
         data = json.loads(text)
         layers = {name: _layer(layer) for name, layer in data["layers"].items()}
         return cls(data["rank"], data["num_local_experts"], layers)
@@ -132,7 +144,8 @@ class GroupStatistics:
     """Of all ranks of a group, by rank.
 
     Attributes:
-        by_rank: one Statistics per rank. expert_tensor: ranks that share each expert.
+        by_rank: one Statistics per rank.
+        expert_tensor: ranks that share each expert.
     """
 
     by_rank: list[Statistics]
@@ -140,6 +153,7 @@ class GroupStatistics:
 
     @property
     def layers(self) -> list[str]:
+        """Names of all layers that some rank has counted, layer 10 after layer 9."""
         return sorted({name for one in self.by_rank for name in one.layers}, key=_natural)
 
     def tokens_per_expert(self, layer: str | None = None) -> list[int]:
@@ -149,7 +163,8 @@ class GroupStatistics:
         return [count for part in parts for count in part.tokens_per_expert]
 
     def imbalance(self, layer: str | None = None) -> float:
-        """Fullest expert of the group over the mean; 1 is even, 0 means no row."""
+        """Fullest expert of the group over the mean, of one `layer` or of all; 1 is even, 0 means
+        no row."""
         return imbalance(self.tokens_per_expert(layer))
 
     def waited_for_us(self) -> list[float]:
@@ -162,7 +177,7 @@ class GroupStatistics:
         return total
 
     def scalars(self, prefix: str = "moe_ep") -> dict[str, float]:
-        """Names and values for a log; docs/operating.md tells them."""
+        """Values for a log, by name behind `prefix`; docs/operating.md lists the names."""
         totals = [one.total for one in self.by_rank]
         values = {"imbalance": self.imbalance()}
         for name in VERBS:

@@ -100,7 +100,7 @@ class RankServer:
     def launch(
         self, function: Callable[..., Any], num_ranks: int, *args: Any, limit_s: float = 60.0
     ) -> list[Outcome]:
-        """As `launch_ranks`.
+        """As `launch_ranks`, with the same arguments.
 
         Raises:
             RuntimeError: the process ended: `prepare` failed, or left a thread running.
@@ -125,7 +125,7 @@ class RankServer:
     def run(
         self, function: Callable[..., Any], num_ranks: int, *args: Any, limit_s: float = 60.0
     ) -> list[Any]:
-        """As `run_ranks`."""
+        """As `run_ranks`, with the same arguments."""
         return _results(self.launch(function, num_ranks, *args, limit_s=limit_s))
 
     def close(self) -> None:

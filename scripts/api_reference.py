@@ -23,25 +23,30 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 SECTIONS: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     ("Expert parallelism", "moe_ep", None),
     ("Sections of a layout", "moe_ep.layout",
-     ("ModelShape", "ParallelShape", "DispatchOptions", "Timeouts")),
+     ("ModelShape", "ParallelShape", "DispatchOptions", "InternodeOptions", "Timeouts")),
+    ("Statistics", "moe_ep.statistics",
+     ("GroupStatistics", "Statistics", "LayerStatistics", "VerbStatistics", "Link")),
     ("FP8", "moe_ep.quant", ("quantize_fp8", "dequantize_fp8")),
-    ("Megatron", "moe_ep.integrations.megatron", ("install", "uninstall")),
+    ("Megatron", "moe_ep.integrations.megatron", ("install", "uninstall", "log_statistics")),
     ("", "moe_ep.integrations.megatron.integration", ("MegatronIntegration",)),
+    ("", "moe_ep.integrations.megatron.cpu", ("cpu_shims",)),
     ("DeepSpeed", "moe_ep.integrations.deepspeed",
-     ("initialize", "install", "uninstall", "convert")),
+     ("initialize", "install", "uninstall", "convert", "log_statistics")),
     ("", "moe_ep.integrations.deepspeed.conversion", ("Conversion",)),
     ("", "moe_ep.integrations.deepspeed.integration", ("DeepSpeedIntegration",)),
     ("", "moe_ep.integrations.deepspeed.config", ("ConfigError",)),
+    ("", "moe_ep.integrations.deepspeed.cpu", ("no_op_compilation",)),
     ("DeepEP's name", "moe_ep.deep_ep", ("install", "uninstall")),
-    ("Tests with several ranks", "moe_ep.testing", ("run_ranks", "launch_ranks", "Outcome")),
+    ("Tests with several ranks", "moe_ep.testing",
+     ("run_ranks", "launch_ranks", "RankServer", "Outcome")),
 )  # fmt: skip
 
 _INTRODUCTION = """# API
 
 Made from the docstrings by `python scripts/api_reference.py`; change them, not this page.
 
-T tokens of this rank, H hidden, E experts, K top-k, R ranks of the group, L = E/R local experts, N
-rows a rank receives. Times are seconds unless a name says otherwise.
+T tokens of this rank, H hidden, E experts, K top-k, R ranks of the group, L local experts (E /
+`parallel.expert`), N rows a rank receives. Times are seconds unless a name says otherwise.
 """
 _TITLES = ("Args:", "Attributes:", "Returns:", "Raises:", "Yields:")
 

@@ -67,7 +67,7 @@ class Conversion:
         autoep: whether AutoEP layers are converted too.
 
     Attributes:
-        layers: path of each converted layer, and the layer.
+        layers: a list of pairs: the path of a converted layer, and the layer.
         pool: owns the ExpertParallel objects.
         rows_received: token rows that this rank's experts got, in all forwards so far. Summed
             over the ranks it is the number of rows that were sent.

@@ -61,6 +61,7 @@ def log_statistics(
 
     Args:
         writer: anything with TensorBoard's `add_scalar(name, value, step)`, or None.
+        iteration: the step they belong to.
         wandb_writer: anything with `log(values, step)`, or None.
         prefix: of every name; docs/operating.md lists the names.
 

@@ -200,10 +200,11 @@ def _megatron_shims() -> list[tuple[Any, str, Any]]:
 def cpu_shims() -> Iterator[None]:
     """Within the block Megatron-core runs on the CPU; on exit everything is as it was.
 
-    Enter it before the first Megatron object is built (``parallel_state`` included) and leave it
-    after the last was used. Configure the model with ``use_cpu_initialization=False`` (with True,
-    all expert-parallel ranks would start from the same experts), the local layer specs, and
-    ``bias_activation_fusion``, ``bias_dropout_fusion`` and ``gradient_accumulation_fusion`` off.
+    Import Megatron's models and specs first, enter it before the first Megatron object is built
+    (`parallel_state` included) and leave it after the last was used. Configure the model with
+    `use_cpu_initialization=False` (with True, all expert-parallel ranks would start from the same
+    experts), the local layer specs, and `bias_activation_fusion`, `bias_dropout_fusion` and
+    `gradient_accumulation_fusion` off.
 
     Raises:
         ModuleNotFoundError: megatron-core isn't installed.

@@ -27,7 +27,7 @@ class Finding:
         id: stable name, "area.thing"; docs/doctor.md lists them.
         seen: what was found, with the value.
         why: what it is needed for, or what goes wrong; empty where `level` is ok.
-        fix: the commands or the setting that would mend it; empty where nothing is to be done.
+        fix: the commands or the setting that would fix it; empty where nothing is to be done.
     """
 
     id: str

@@ -82,7 +82,7 @@ def _guarded(probe: Probe, machine: Machine, wish: Wish) -> tuple[Finding, ...]:
 
 
 def _needed(finding: Finding) -> Finding:
-    """Without reason and fix where there is nothing to mend."""
+    """Without reason and fix where there is nothing to fix."""
     if finding.level in ("warning", "failure"):
         return finding
     return replace(finding, why="", fix="")

@@ -19,6 +19,8 @@ def test_api_reference_is_up_to_date() -> None:
     for name in (
         "moe_ep.ExpertParallel",
         "moe_ep.integrations.deepspeed.convert",
+        "moe_ep.integrations.megatron.log_statistics",
+        "moe_ep.layout.InternodeOptions",
         "moe_ep.EPLayout",
     ):
         assert f"### {name}" in page

@@ -138,7 +138,7 @@ def test_scripts_modules_and_options_exist(page: Path, command: str) -> None:
                 sources += source_of_module(module)
         elif word == "moe-ep":
             sources += source_of_module("moe_ep")
-    ours = command[command.find(" -m moe_ep") + 1 :] if " -m moe_ep" in command else command
+    ours = re.sub(r"^.* (?=(-m|--module) moe_ep)", "", command)  # what comes before: the launcher's
     if program == "torchrun":
         ours = ours.rpartition(" -- ")[2]  # what comes before is torchrun's own
     for option in re.findall(r"(?<!\S)(--[a-z][\w-]*)", ours) if sources else ():
