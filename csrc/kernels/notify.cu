@@ -367,12 +367,14 @@ int64_t notify_scratch_words(int num_experts, int num_ranks) {
 }
 
 cudaError_t prepare_notify(int num_experts, int num_ranks) {
-  const int bytes = static_cast<int>(shared_bytes(num_experts, num_ranks));
   cudaFuncAttributes now{};
   const cudaError_t error = cudaFuncGetAttributes(&now, notify_kernel);
-  // The limit belongs to the function: another communicator may have raised it further.
-  if (error != cudaSuccess || bytes <= now.maxDynamicSharedSizeBytes) return error;
-  return cudaFuncSetAttribute(notify_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  // The limit belongs to the function: what another communicator needs must not be taken from it.
+  const int needed = static_cast<int>(shared_bytes(num_experts, num_ranks));
+  return cudaFuncSetAttribute(
+      notify_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      needed > now.maxDynamicSharedSizeBytes ? needed : now.maxDynamicSharedSizeBytes);
 }
 
 cudaError_t launch_notify(const NotifyArgs& args, int num_blocks, cudaStream_t stream) {
