@@ -121,7 +121,7 @@ class EPLayout(_Section):
     )
     timeouts: Timeouts = Timeouts()
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -170,25 +170,15 @@ class EPLayout(_Section):
         """Reads a layout file.
 
         Raises:
-            LayoutError: no such file, not YAML, or not a valid layout; the message gives the path
-                of the key, its value, and what would be valid.
+            LayoutError: no such file, not YAML, a key that stands twice, or not a valid layout; the
+                message gives the path of the key, its value, and what would be valid.
         """
         try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise LayoutError(f"{path}: cannot be read ({error.strerror})") from None
-        except UnicodeDecodeError as error:
-            raise LayoutError(f"{path}: not UTF-8 text: {error}") from None
-        except yaml.YAMLError as error:
-            raise LayoutError(f"{path}: not valid YAML: {error}") from None
-        if not isinstance(data, dict):
-            raise LayoutError(f"{path}: a layout is a mapping with the keys {_keys(cls)}")
-        try:
-            return cls(**{str(key): value for key, value in data.items()})
-        except LayoutError as error:
+            return cls(**read_mapping(path, f"a layout is a mapping with the keys {_keys(cls)}"))
+        except ValueError as error:
             raise LayoutError(f"{path}: {error}") from None
 
-    def replace(self, **changes: Any) -> EPLayout:
+    def replace(self, /, **changes: Any) -> EPLayout:
         """A validated copy with `changes`, whose keys are dotted, as in "dispatch.dtype".
 
         Raises:
@@ -209,6 +199,48 @@ class EPLayout(_Section):
         """Keys on which this and the `other` layout differ, as "key: value here and there"."""
         mine, theirs = _flatten(self.model_dump()), _flatten(other.model_dump())
         return [f"{key}: {mine[key]} and {theirs[key]}" for key in mine if mine[key] != theirs[key]]
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML's own loaders take the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        mapping = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in mapping.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise yaml.YAMLError(
+                    f"line {line}: the key {key.value} stands in line {lines[key.value]} already"
+                )
+            lines[key.value] = line
+        return mapping
+
+
+def read_mapping(path: str | Path, expected: str) -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Args:
+        expected: the message where it holds something else.
+
+    Raises:
+        ValueError: it can't be read, is not YAML, has a key twice, or holds something else.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text: {error}") from None
+    try:
+        data = yaml.load(text, _UniqueKeys)
+    except RecursionError:
+        raise ValueError("not valid YAML: nested too deep") from None
+    except Exception as error:  # a value that is not of its tag is a KeyError, ValueError, ...
+        raise ValueError(f"not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(expected)
+    return {str(key): value for key, value in data.items()}
 
 
 def _keys(section: type[BaseModel]) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_ep.layout import EPLayout
+from moe_ep.layout import EPLayout, read_mapping
 
 DEFAULT_CLUSTER = "h100_cx7"
 
@@ -33,7 +32,7 @@ class Cluster(BaseModel):
         low_latency_us: what a low-latency verb takes beside bytes, launch and signal.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     name: str = ""
     gpus_per_host: int = Field(ge=1)
@@ -62,22 +61,18 @@ class Cluster(BaseModel):
         """Reads a cluster description; its name is the file's.
 
         Raises:
-            ValueError: no such file, not YAML, or not a valid description; names the key.
+            ValueError: no such file, not YAML, a key that stands twice, or not a valid description; names
+                the key.
         """
         try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-        except (UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"{path}: not valid YAML: {error}") from None
-        if not isinstance(data, dict):
-            raise ValueError(
-                f"{path}: a cluster is a mapping with the keys {', '.join(cls.model_fields)}"
+            data = read_mapping(
+                path, f"a cluster is a mapping with the keys {', '.join(cls.model_fields)}"
             )
-        try:
-            return cls(**{"name": Path(path).stem, **{str(key): v for key, v in data.items()}})
+            return cls(**{"name": Path(path).stem, **data})
         except ValidationError as error:
             raise ValueError(f"{path}: {_explain(error, cls)}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     @classmethod
     def named(cls, name: str) -> Cluster:

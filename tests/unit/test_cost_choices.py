@@ -42,6 +42,8 @@ def test_every_cluster(file: Path) -> None:
         ("{gpus_per_host: 8, sms: 1, hbm_GBps: 1.0, speed: 3}", "speed: unknown key; known: name"),
         ("{gpus_per_host: 0, sms: 1, hbm_GBps: 1.0}", "gpus_per_host: 0: "),
         ("{gpus_per_host: 8, sms: 1, hbm_GBps: 1.0, nic_efficiency: 1.5}", "nic_efficiency: 1.5: "),
+        ("{gpus_per_host: 8, sms: 1, hbm_GBps: .inf}", "hbm_GBps: inf: "),
+        ("sms: 1\ngpus_per_host: 8\nsms: 2\n", "line 3: the key sms stands in line 1"),
         ("a: [", "not valid YAML"),
     ],
 )

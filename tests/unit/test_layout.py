@@ -124,7 +124,17 @@ def test_not_a_mapping(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["model: {hidden: 1", "\t- x", "a: b: c", "!!python/object:os.x {}"]
+    "text",
+    [
+        "model: {hidden: 1",
+        "\t- x",
+        "a: b: c",
+        "!!python/object:os.x {}",
+        "a: !!bool x",
+        f"a: {'9' * 5000}",
+        "[" * 3000,
+    ],
+    ids=lambda text: text[:24],
 )
 def test_not_yaml(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, text)
@@ -140,6 +150,38 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     binary.write_bytes(b"model: \xff\xfe\x00")
     with pytest.raises(LayoutError, match=re.escape(str(binary))):
         EPLayout.from_yaml(binary)
+
+    with pytest.raises(LayoutError, match="null byte"):
+        EPLayout.from_yaml("a\0b.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "backend: cuda\nmodel: {}\nbackend: reference\n",
+            "line 3: the key backend stands in line 1",
+        ),
+        ("model:\n  top_k: 2\n  hidden: 8\n  top_k: 1\n", "line 4: the key top_k stands in line 2"),
+        ("model: {top_k: 2, 'top_k': 1}\n", "line 1: the key top_k stands in line 1"),
+    ],
+)
+def test_a_key_that_stands_twice(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(LayoutError, match=told):
+        EPLayout.from_yaml(write(tmp_path, text))
+
+
+def test_merged_mappings_may_be_overridden(tmp_path: Path) -> None:
+    shape = "{hidden: 128, num_experts: 8, top_k: 2}"
+    text = f"model: {{<<: {shape}, top_k: 1}}\nparallel: {{expert: 2}}\n"
+    assert EPLayout.from_yaml(write(tmp_path, text)).model.top_k == 1
+
+
+def test_a_key_named_self(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="self: unknown key"):
+        EPLayout.from_yaml(write(tmp_path, {**MINIMAL, "self": 1}))
+    with pytest.raises(LayoutError, match="self: unknown key"):
+        EPLayout(**MINIMAL).replace(**{"self": 1})
 
 
 def test_keys_that_are_not_text(tmp_path: Path) -> None:
