@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ep import env
 from moe_ep.errors import LayoutError, MoEEPError
-from moe_ep.layout import EPLayout
+from moe_ep.layout import MAX_TIMEOUT_S, EPLayout
 
 SECTION = "moe_ep"
 
@@ -28,8 +28,12 @@ class TimeoutOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    first_s: float | None = Field(default=None, gt=0, description="the first operation")
-    steady_s: float | None = Field(default=None, gt=0, description="every later one")
+    first_s: float | None = Field(
+        default=None, gt=0, le=MAX_TIMEOUT_S, description="the first operation"
+    )
+    steady_s: float | None = Field(
+        default=None, gt=0, le=MAX_TIMEOUT_S, description="every later one"
+    )
 
 
 class MoEEPConfig(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,14 @@ from deepspeed.moe.sharded_moe import (
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from moe_ep.errors import PeerError
 from moe_ep.integrations.deepspeed import routes, tensor_parallel
 
 if TYPE_CHECKING:
     from moe_ep.integrations.deepspeed.conversion import LayerExchange
 
 MAX_COPIES = 2  # choices of a token that travel as tokens of their own
+_IN_COPIES = re.compile(r"(\d+) tokens; tokens_per_rank=(\d+)")
 _GAP = 8  # elements between strided rows: 16 bytes, so that they stay aligned
 
 
@@ -75,7 +78,11 @@ class CoreMOELayer(MOELayer):
         """The sum over a token's experts, and the dtype in which the experts answered."""
         ep = self.moe_ep.expert_parallel(self.ep_group, tokens.dtype)
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            arrived = ep.dispatch(tokens, topk_idx, weights, layer=self.moe_ep.shape.name)
+            try:
+                arrived = ep.dispatch(tokens, topk_idx, weights, layer=self.moe_ep.shape.name)
+            except (ValueError, PeerError) as error:
+                error.args = (_in_tokens(error.args[0], self.moe_ep.shape.copies),)
+                raise
         self.moe_ep.count(arrived.handle)
         rows = self._run_experts(arrived.tokens, arrived.tokens_per_expert)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
@@ -122,6 +129,16 @@ def adds_biases(experts: nn.Module) -> bool:
     contiguous rows it does both in one. In 16 bits the difference shows.
     """
     return any(isinstance(m, nn.Linear) and m.bias is not None for m in experts.modules())
+
+
+def _in_tokens(message: str, copies: int) -> str:
+    """The message with the layer's numbers of tokens, where it has those of their copies."""
+    return _IN_COPIES.sub(
+        lambda found: (
+            f"{int(found[1]) // copies} tokens; tokens_per_rank={int(found[2]) // copies}"
+        ),
+        message,
+    )
 
 
 def _strided(rows: Tensor) -> Tensor:

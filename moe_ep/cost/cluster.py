@@ -61,8 +61,8 @@ class Cluster(BaseModel):
         """Reads a cluster description; its name is the file's.
 
         Raises:
-            ValueError: no such file, not YAML, a key that stands twice, or not a valid description; names
-                the key.
+            ValueError: no such file, not YAML, a key that stands twice, or not a valid description;
+                names the key.
         """
         try:
             data = read_mapping(

@@ -35,6 +35,8 @@ LAYOUT = "model: {{hidden: {hidden}, num_experts: 4, top_k: 2}}\nparallel: {{exp
         ({"backend": "nccl"}, r"^moe_ep\.backend: 'nccl'"),
         ({"enabled": "yes"}, r"^moe_ep\.enabled: 'yes'"),
         ({"timeouts": {"first_s": 0}}, r"^moe_ep\.timeouts\.first_s: 0: .*greater than 0"),
+        ({"timeouts": {"first_s": float("inf")}}, r"^moe_ep\.timeouts\.first_s: inf: .*604800"),
+        ({"timeouts": {"steady_s": 1e9}}, r"^moe_ep\.timeouts\.steady_s: 1000000000.0: .*604800"),
         ({"tokens_per_rank": -1}, r"^moe_ep\.tokens_per_rank: -1"),
         ([], r"^moe_ep: \[\] must be an object"),
     ],
