@@ -22,6 +22,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(_COMMANDS[options.command].run(options))
-    except (MoEEPError, ValueError) as error:
+    except (MoEEPError, ValueError, OSError) as error:
         print(f"moe-ep {options.command}: {error}", file=sys.stderr)
         return 2

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from moe_ep.cli import plan_report
+from moe_ep.cli.outputs import check_plot
 from moe_ep.cost import (
     Choice,
     Cluster,
@@ -28,6 +28,7 @@ DEFAULT_TOKENS = 4096
 ALIGNMENTS = (1, 16, 32, 64, 128)
 IMBALANCES = (1.0, 1.1, 1.25, 1.5, 2.0)
 PUBLISHED_RANKS = 256
+LARGEST = 1e12  # of a flag's number: products of several must stay finite
 
 _DESCRIPTION = """Predicts memory, bytes per link and times of dispatch and combine, beside a plain
 all-to-all. A model: it needs no GPU, and docs/plan.md says how far off it has been."""
@@ -207,13 +208,7 @@ def describe_sweep(found: list[Choice], gpus: int) -> dict[str, Any]:
 
 def _check(options: argparse.Namespace) -> ExpertWeights | None:
     """Raises ValueError for flags that don't go together."""
-    if options.plot is not None:
-        if not options.plot.absolute().parent.is_dir():
-            raise ValueError(
-                f"{options.plot}: there is no folder {options.plot.parent}; make it first"
-            )
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'moe-ep[plot]'")
+    check_plot(options.plot)
     if options.sweep and options.host_limit is not None:
         raise ValueError("--sweep compares numbers of hosts: leave --host-limit out")
     numbers = ("gpus", "ffn_hidden", "bytes_per_parameter", "memory_gb")
@@ -222,8 +217,8 @@ def _check(options: argparse.Namespace) -> ExpertWeights | None:
         flag = "--" + name.replace("_", "-")
         if not options.sweep:
             raise ValueError(f"{flag} is for --sweep; add it")
-        if value <= 0:
-            raise ValueError(f"{flag}: {value}; give a positive number")
+        if not 0 < value <= LARGEST:
+            raise ValueError(f"{flag}: {value}; give a positive number, at most {LARGEST:g}")
         if name in ("bytes_per_parameter", "memory_gb") and options.ffn_hidden is None:
             raise ValueError(f"{flag} needs --ffn-hidden, the inner columns of an expert")
     if options.ffn_hidden is None:

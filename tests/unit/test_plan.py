@@ -15,6 +15,7 @@ from moe_ep.layout import EPLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = sorted((ROOT / "configs").glob("*.yaml"))
+SWEEP = ("--sweep", "--ffn-hidden", "14336")
 MIXTRAL = str(ROOT / "configs" / "mixtral_8x7b_ep8.yaml")
 CLUSTER = """
 gpus_per_host: 2
@@ -154,6 +155,13 @@ def test_bars_are_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
         ((MIXTRAL, "--host-limit", "2"), "host limit 2: there are 1 hosts"),
         ((MIXTRAL, "--gpus", "8"), "--gpus is for --sweep"),
         ((MIXTRAL, "--sweep", "--gpus", "-8"), "--gpus: -8; give a positive number"),
+        ((MIXTRAL, *SWEEP, "--memory-gb", "nan"), "--memory-gb: nan; give a positive number"),
+        ((MIXTRAL, *SWEEP, "--memory-gb", "inf"), "--memory-gb: inf; give a positive number"),
+        ((MIXTRAL, *SWEEP, "--bytes-per-parameter", "nan"), "--bytes-per-parameter: nan"),
+        ((MIXTRAL, *SWEEP, "--bytes-per-parameter", "1e308"), "--bytes-per-parameter: 1e+308"),
+        ((MIXTRAL, "--plot", "/proc/x.png"), "--plot /proc/x.png: cannot be written ("),
+        ((MIXTRAL, "--plot", "plan.xyz"), "--plot plan.xyz: its name must end in one of ."),
+        ((MIXTRAL, "--plot", "/"), "--plot /: a folder; give the name of a file"),
         ((MIXTRAL, "--sweep", "--memory-gb", "80"), "--memory-gb needs --ffn-hidden"),
         ((MIXTRAL, "--sweep", "--host-limit", "1"), "leave --host-limit out"),
         ((MIXTRAL, "--sweep", "--gpus", "17"), "no expert x expert_tensor of 17 ranks"),
@@ -164,6 +172,20 @@ def test_mistakes(flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixtu
     assert main(["plan", *flags]) == 2
     captured = capsys.readouterr()
     assert told in captured.err and captured.err.startswith("moe-ep plan: ") and not captured.out
+
+
+def test_a_disk_that_fills_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.png"
+
+    def draw(*_: Any) -> None:
+        assert not file.exists()  # the check beforehand has left nothing
+        raise OSError(28, "No space left on device", str(file))
+
+    monkeypatch.setattr(plan_plot, "draw", draw)
+    assert main(["plan", MIXTRAL, "--plot", str(file)]) == 2
+    assert capsys.readouterr().err.startswith("moe-ep plan: [Errno 28] No space left on device")
 
 
 def test_plot_without_matplotlib(

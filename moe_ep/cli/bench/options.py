@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from moe_ep.cli.bench.peers import PEERS
+from moe_ep.cli.outputs import check_file, check_plot
 from moe_ep.layout import DTYPE_BYTES, EPLayout
 
 BACKENDS = ("auto", "reference", "cuda", "nvshmem")
@@ -111,11 +111,8 @@ def check(options: argparse.Namespace) -> None:
     for name, least in (("iterations", 1), ("warmup", 0)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
-    for file in (options.json, options.plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ValueError(f"{file}: there is no folder {file.parent}; make it first")
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'moe-ep[plot]'")
+    check_file("--json", options.json)
+    check_plot(options.plot)
 
 
 def wants_gpu(options: argparse.Namespace) -> bool:
