@@ -3,17 +3,17 @@
 # Arguments go to tests/fuzz/fuzz.py; --help lists them. With --backend cuda the ranks share one GPU
 # under an MPS server of their own.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 python=python3
 if ! python3 -c 'import torch, pydantic' 2>/dev/null; then
-    bash scripts/setup.sh test
-    source .venv/bin/activate
+    bash "$root/scripts/setup.sh" test
+    source "$root/.venv/bin/activate"
     python=python
 fi
 launch=()
 if [[ " $* " == *[\ =]"cuda "* && " $* " != *" --save"* ]]; then
-    launch=(bash scripts/with_mps.sh 1)
+    launch=(bash "$root/scripts/with_mps.sh" 1)
 fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "${launch[@]}" "$python" tests/fuzz/fuzz.py "$@"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "${launch[@]}" "$python" "$root/tests/fuzz/fuzz.py" "$@"

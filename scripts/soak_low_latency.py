@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import random
 import sys
 import time
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep import Buffer, env
+from moe_ep.low_latency_checks import dispatch_shape
 from moe_ep.testing import run_ranks
 
 _EAGER = 20  # rounds of a batch that are not replays
@@ -186,16 +189,41 @@ def soak(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Soak test of low-latency mode.")
-    parser.add_argument("--ranks", type=int, default=2, help="where no launcher has set them")
-    parser.add_argument("--rounds", type=int, default=50_000)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--batch", type=int, default=500, help="rounds with the same inputs")
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--top-k", type=int, default=4)
-    parser.add_argument("--local", type=int, default=8, help="experts of a rank")
-    parser.add_argument("--num-sms", type=int, default=8)
-    return parser.parse_args(arguments)
+    add = parser.add_argument
+    add("--ranks", type=_positive, default=2, help="where no launcher has set them")
+    add("--rounds", type=_positive, default=50_000)
+    add("--minutes", type=float, default=10.0)
+    add("--batch", type=_positive, default=500, help="rounds with the same inputs")
+    add("--tokens", type=_positive, default=32)
+    add("--hidden", type=_positive, default=1024)
+    add("--top-k", type=_positive, default=4)
+    add("--local", type=_positive, default=8, help="experts of a rank")
+    add("--num-sms", type=_positive, default=8)
+    options = parser.parse_args(arguments)
+    if not 0 < options.minutes < math.inf:
+        parser.error(f"--minutes {options.minutes} is not a positive number")
+    if env.under_torchrun():
+        options.ranks = int(os.environ["WORLD_SIZE"])
+    try:
+        dispatch_shape(
+            options.ranks,
+            sys.maxsize,
+            x=torch.empty(options.tokens, options.hidden, dtype=torch.bfloat16, device="meta"),
+            topk_idx=torch.empty(options.tokens, options.top_k, dtype=torch.int64, device="meta"),
+            max_tokens=options.tokens,
+            num_experts=options.local * options.ranks,
+            use_fp8=False,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
 
 
 def main() -> int:

@@ -20,6 +20,8 @@ from pathlib import Path
 from fuzz_pool import RankPool
 from fuzz_steps import Program
 
+from moe_ep.cli.outputs import check_file
+
 _OPERATIONS_PER_PROGRAM = 40  # on average
 _BATCH = 60  # programs of one seed
 RANKS = (2, 1, 2, 1, 2, 3, 2, 4)
@@ -42,6 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.save is not None and options.replay is not None:
         parser.error("--save and --replay: give one")
+    if options.operations < 1:
+        parser.error(f"--operations {options.operations}: give at least 1")
+    try:
+        check_file("--save", options.save)
+        replayed = [] if options.replay is None else _programs(options.replay)
+    except ValueError as error:
+        parser.error(str(error))
     started = time.monotonic()
     programs: list[Program] = []
     operations = 0
@@ -57,10 +66,6 @@ def main(arguments: list[str] | None = None) -> int:
         options.save.write_text("".join(f"{p.to_json()}\n" for p in programs))
         print(f"fuzz: {len(programs)} programs written to {options.save}")
         return 0
-    replayed = []
-    if options.replay is not None:
-        lines = options.replay.read_text().splitlines()
-        replayed = [(Program.from_json(line), line) for line in lines]
     wanted = [program.layout.ranks for program, _ in replayed] or options.ranks
     with RankPool(max(wanted), options.backend, options.limit) as pool:
 
@@ -90,6 +95,24 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print(f"fuzz: {json.dumps(summary)}")
     return 0
+
+
+def _programs(file: Path) -> list[tuple[Program, str]]:
+    """The programs of a file, each with its line."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--replay {file}: cannot be read ({error})") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            program = Program.from_json(line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"--replay {file}: line {number} is no program: {error!r}") from None
+        found.append((program, line))
+    if not found:
+        raise ValueError(f"--replay {file}: there is no program in it")
+    return found
 
 
 def _ranks(text: str) -> tuple[int, ...]:

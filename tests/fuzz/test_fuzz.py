@@ -4,9 +4,14 @@
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
+import fuzz
 import pytest
 from fuzz import RANKS
 from fuzz_machine import run_programs
@@ -14,6 +19,7 @@ from fuzz_model import World, make_world
 from fuzz_pool import RankPool
 from fuzz_steps import Dispatch, Layout, Program
 
+ROOT = Path(__file__).resolve().parents[2]
 BATCH = 60  # programs of one seed
 LEAST_OPERATIONS = 10_000
 
@@ -41,6 +47,45 @@ def test_ten_thousand_operations() -> None:
         assert len({getattr(layout, key) for layout in layouts}) >= 2, key
     assert {layout.dtype for layout in layouts} >= {"bf16", "fp16", "fp32", "fp64", "fp8_e4m3"}
     print(json.dumps({"operations": operations, **steps}))
+
+
+def test_paths_are_those_of_the_caller(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for flags in (["--save", "mine.json", "--operations", "1"], ["--replay", "mine.json"]):
+        done = subprocess.run(
+            ["bash", str(ROOT / "scripts" / "fuzz.sh"), "--ranks", "1", *flags],
+            env=os.environ | {"PATH": path},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "mine.json").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--operations", "0"], "--operations 0: give at least 1"),
+        (["--save", "/proc/x"], "--save /proc/x: cannot be written"),
+        (["--replay", "/nope"], "--replay /nope: cannot be read"),
+        (["--replay", "/dev/null"], "--replay /dev/null: there is no program in it"),
+        (["--replay", "empty.json"], "line 1 is no program: KeyError('layout')"),
+    ],
+)
+def test_mistakes(
+    flags: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.json").write_text("{}\n")
+    with pytest.raises(SystemExit) as stopped:
+        fuzz.main(flags)
+    assert stopped.value.code == 2 and told in capsys.readouterr().err
 
 
 LAYOUT = Layout(ranks=2, local_experts=1, top_k=2, hidden=4)

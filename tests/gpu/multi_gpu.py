@@ -58,6 +58,7 @@ def arguments() -> argparse.Namespace:
     add("--limit", type=float, default=590.0, help="seconds for everything (default: 590)")
     add("--out", type=Path, default=WORK, metavar="FOLDER", help=f"for {REPORT}, {TABLES} and logs")
     options = parser.parse_args()
+    options.out = options.out.absolute()  # the commands run in the checkout
     options.only = options.only.split(",")
     for step in options.only:
         if step not in STEPS:
@@ -247,7 +248,7 @@ def training(session: Session) -> None:
     ranks = str(session.ranks)
     model, steps = ("tiny", 8) if session.options.quick else ("small", 30)
     for dispatcher in ("deepep", "alltoall"):
-        out = (session.options.out / f"training_{dispatcher}").absolute()
+        out = session.options.out / f"training_{dispatcher}"
         flags = f"--model {model} --steps {steps} --device cuda --nproc {ranks} --ep {ranks}"
         flags += f" --dtype bf16 --micro-batch 4 --global-batch {4 * session.ranks} --eval-every 0"
         command = [sys.executable, "scripts/train_mixtral.py", *flags.split()]

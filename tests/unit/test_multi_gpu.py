@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,22 @@ def test_tables() -> None:
     assert (
         "deepep 10" in lines and "cases FAILED" in lines and "exchange 17 passed in 60 s" in lines
     )
+
+
+def test_help_comes_before_any_set_up(tmp_path: Path) -> None:
+    bare = tmp_path / "python3"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # without torch
+    bare.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "bench_multi_gpu.sh"), "--help"],
+        env=os.environ | {"PATH": path, "PYTHONPATH": "", "PYTHON": "no-python-to-set-up-with"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "--shared N" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

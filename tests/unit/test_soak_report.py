@@ -14,6 +14,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import soak_low_latency  # noqa: E402
+
 from soak import options, report, workload  # noqa: E402
 
 STEPS, RANKS = 250, 2
@@ -165,6 +167,24 @@ def test_the_workload_is_a_function_of_seed_step_and_rank() -> None:
 def test_wrong_options(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         options.parse(flags)
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--ranks", "0"], "--ranks: 0 is not a positive number"),
+        (["--rounds", "0"], "--rounds: 0 is not a positive number"),
+        (["--minutes", "nan"], "--minutes nan is not a positive number"),
+        (["--top-k", "99"], "99 slots a token; with num_experts=16 it can have 1 to 16"),
+        (["--hidden", "100"], "hidden=100; it must be a multiple of 8"),
+    ],
+)
+def test_wrong_options_of_low_latency_mode(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        soak_low_latency.parse(flags)
     assert stopped.value.code == 2 and words in capsys.readouterr().err
 
 
