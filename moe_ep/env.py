@@ -146,18 +146,39 @@ def set_for_nvshmem(variables: Mapping[str, str]) -> None:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun (or a launcher like it) has set this process's rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether torchrun (or a launcher like it) has set this process's rank.
+
+    Raises:
+        ValueError: what is set is not a number.
+    """
+    names = ("RANK", "WORLD_SIZE")
+    if not all(name in os.environ for name in names):
+        return False
+    for name in names:
+        _number(name)
+    return True
 
 
 def local_rank() -> int:
-    """This process's number on its host, as torchrun counts."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    """This process's number on its host, as torchrun counts.
+
+    Raises:
+        ValueError: what is set is not a number; likewise of `local_size`.
+    """
+    return _number("LOCAL_RANK", "0")
 
 
 def local_size() -> int:
     """How many processes torchrun has started on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _number("LOCAL_WORLD_SIZE", "1")
+
+
+def _number(name: str, default: str = "") -> int:
+    """Of a variable that a launcher sets."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} is not a number; the launcher sets it")
+    return int(text)
 
 
 def named(names: Iterable[str]) -> dict[str, str]:

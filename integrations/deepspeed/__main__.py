@@ -18,6 +18,9 @@ def main() -> int:
     arguments = sys.argv[1:]
     own = [a for a in arguments[:1] if a.startswith("--local_rank")]
     arguments = arguments[len(own) :]
+    if arguments[:1] in (["-h"], ["--help"]):
+        print((__doc__ or "").strip())
+        return 0
     if not arguments or arguments[0].startswith("-"):
         print("usage: python -m moe_ep.integrations.deepspeed SCRIPT [ARGS...]", file=sys.stderr)
         return 2

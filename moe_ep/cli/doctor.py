@@ -62,12 +62,12 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--wait {options.wait}: give a positive number of seconds")
     layout = EPLayout.from_yaml(options.layout) if options.layout else None
     machine = _machine(options)
+    rank = int(machine.environment["RANK"]) if machine.live and env.under_torchrun() else None
     wish = _wish(machine, options.layout, layout)
     examined = examine(machine, wish, PROBES)
     findings = [finding for probe in examined for finding in probe.findings]
     backends = verdicts(machine, wish, findings)
     later = of_wish(wish, backends)
-    rank = int(machine.environment["RANK"]) if machine.live and env.under_torchrun() else None
     if rank is not None:
         mine = ranks.report_of(rank, moe_ep.__version__, [*findings, *later], machine.environment)
         later += ranks.meet(mine, machine.environment, options.wait)

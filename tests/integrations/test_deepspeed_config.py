@@ -156,6 +156,8 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
     import sys
 
     command = [sys.executable, "-m", "moe_ep.integrations.deepspeed"]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=80)
+    assert done.returncode == 0 and "deepspeed --module" in done.stdout
     done = subprocess.run(
         [*command, "--local_rank=3", str(script), "--flag"],
         capture_output=True, text=True, timeout=80,

@@ -98,6 +98,20 @@ def test_wrong_arguments(
     assert message in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
 
 
+@pytest.mark.parametrize("command", [["doctor"], ["bench", "--backend", "reference"]])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_launcher_variable_that_is_no_number(
+    command: list[str],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", name: "abc"}.items():
+        monkeypatch.setenv(variable, value)
+    assert cli.main(command) == 2
+    assert f"{name}='abc' is not a number" in capsys.readouterr().err
+
+
 def test_unknown_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["doctor", "--rot", "x"])
