@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +15,8 @@ MAX_EXPERTS = 2048
 FP8_BLOCK = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
+Backend = Literal["auto", "reference", "cuda", "nvshmem"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8_e4m3": 1}
 
 
@@ -116,7 +118,7 @@ class EPLayout(_Section):
     )
     dispatch: DispatchOptions = DispatchOptions()
     internode: InternodeOptions = InternodeOptions()
-    backend: Literal["auto", "reference", "cuda", "nvshmem"] = Field(
+    backend: Backend = Field(
         default="auto", description="auto takes the fastest that runs here; logs which and why"
     )
     timeouts: Timeouts = Timeouts()

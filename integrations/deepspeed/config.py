@@ -6,13 +6,13 @@ import base64
 import binascii
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ep import env
 from moe_ep.errors import LayoutError, MoEEPError
-from moe_ep.layout import MAX_TIMEOUT_S, EPLayout
+from moe_ep.layout import MAX_TIMEOUT_S, Backend, EPLayout
 
 SECTION = "moe_ep"
 
@@ -56,7 +56,7 @@ class MoEEPConfig(BaseModel):
 
     enabled: bool = False
     layout: str | None = None
-    backend: Literal["auto", "reference", "cuda", "nvshmem"] | None = None
+    backend: Backend | None = None
     tokens_per_rank: int | None = Field(default=None, ge=1)
     timeouts: TimeoutOptions = TimeoutOptions()
     statistics_every: int = Field(default=0, ge=0)

@@ -41,7 +41,7 @@ def install(
 
     Raises:
         ImportError: megatron-core is not installed.
-        LayoutError: the layout file is invalid.
+        LayoutError: the layout file is invalid, or there is no such backend.
         RuntimeError: already installed with other options.
     """
     from moe_ep.integrations.megatron.integration import MegatronIntegration

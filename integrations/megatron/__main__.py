@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep.integrations.megatron import DISPATCHER_TYPE, install, uninstall
+from moe_ep.layout import BACKENDS
 
 _TYPE_OPTION = "--moe-token-dispatcher-type"
 
@@ -32,7 +33,10 @@ def main(arguments: list[str] | None = None) -> None:
         help="EP layout (YAML); default: $MOE_EP_LAYOUT, or the model's own shape",
     )
     parser.add_argument(
-        "--moe-ep-backend", help="auto, reference, cuda or nvshmem; default: the layout's"
+        "--moe-ep-backend",
+        choices=BACKENDS,
+        metavar="NAME",
+        help="auto, reference, cuda or nvshmem; default: the layout's",
     )
     options, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if not rest or rest[0] in ("-h", "--help"):

@@ -15,11 +15,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_size
 
 from moe_ep import env
+from moe_ep.errors import LayoutError
 from moe_ep.integrations.megatron import DISPATCHER_TYPE
 from moe_ep.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from moe_ep.integrations.megatron.layout import layout_for
 from moe_ep.integrations.megatron.overlap import InputsKept
-from moe_ep.layout import EPLayout
+from moe_ep.layout import BACKENDS, EPLayout
 from moe_ep.pool import ExpertParallelPool, pool_scalars
 
 _MARK = "moe_ep_integration"
@@ -37,7 +38,7 @@ class MegatronIntegration:
         backend: replaces the layout's backend.
 
     Raises:
-        LayoutError: the layout file is invalid.
+        LayoutError: the layout file is invalid, or there is no such backend.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class MegatronIntegration:
         named = layout if layout is not None else env.layout_path()
         if isinstance(named, str | Path):
             named = EPLayout.from_yaml(named)
+        if backend is not None and backend not in BACKENDS:
+            raise LayoutError(f"backend: {backend!r}: one of {', '.join(BACKENDS)}")
         self.layout: EPLayout | None = named
         self.backend = backend
         self.pool = ExpertParallelPool()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
 from pathlib import Path
 
 from mixtral import deepspeed_options
@@ -162,8 +163,8 @@ def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--timeout-s",
         type=_positive,
-        default=300,
-        help="seconds a rank waits for another before the run fails (default: 300)",
+        help="seconds a rank waits for another before the run fails; replaces both time-outs of "
+        "the EP layout (default: 300, and the layout's own)",
     )
 
 
@@ -209,7 +210,8 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--out",
         type=Path,
-        help="folder of metrics.jsonl, loss.png and experts.png (default: runs/mixtral_MODEL)",
+        help="folder of metrics.jsonl, loss.png and experts.png "
+        "(default: runs/mixtral_MODEL, with DeepSpeed runs/mixtral_MODEL_deepspeed)",
     )
     add(
         "--statistics-every",
@@ -256,7 +258,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     options.seq_len = options.seq_len or model.seq_len
     options.lr = model.lr if options.lr is None else options.lr
     options.dtype = options.dtype or model.dtype
-    options.out = options.out or ROOT / "runs" / f"mixtral_{model.name}"
+    options.timeout_given = options.timeout_s is not None
+    options.timeout_s = options.timeout_s or 300
+    suffix = "" if options.framework == "megatron" else f"_{options.framework}"
+    options.out = options.out or ROOT / "runs" / f"mixtral_{model.name}{suffix}"
     if options.extra and not options.megatron_lm:
         parser.error("arguments after -- are for --megatron-lm only")
     problem = deepspeed_options.problem(options)
@@ -270,6 +275,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         options.resume = Path(options.resume)
     if options.data is not None and not options.data.exists():
         parser.error(f"--data {options.data} does not exist")
+    written = {"--out": None if options.megatron_lm else options.out, "--save": options.save}
+    for flag, folder in written.items():
+        problem = None if folder is None else _folder_problem(folder)
+        if problem:
+            parser.error(f"{flag} {folder}: no files can be written there ({problem})")
     if options.layout is not None and not options.layout.is_file():
         parser.error(f"--layout {options.layout} is not a file")
     if not (options.lr > 0 and math.isfinite(options.lr)):
@@ -282,6 +292,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(options, flag) < 0:
             parser.error(f"--{flag.replace('_', '-')} {getattr(options, flag)} is negative")
     return options
+
+
+def _folder_problem(folder: Path) -> str | None:
+    """Why a folder, which may have to be made first, can't be written to; None where it can."""
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def resolve(options: argparse.Namespace, world: int) -> None:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mixtral import ep_layout
 from mixtral.cli import ROOT
 
 
@@ -30,7 +31,7 @@ def build(options: argparse.Namespace, on_cpu: bool) -> dict[str, Any]:
         }
     section = config.pop("moe_ep")
     if ours:
-        section["timeouts"] = {"first_s": options.timeout_s, "steady_s": options.timeout_s}
+        section["timeouts"] = ep_layout.timeouts(options)
         if options.backend != "auto":
             section["backend"] = options.backend
         elif on_cpu:
@@ -54,21 +55,10 @@ def layout_file(options: argparse.Namespace) -> Path:
     return options.out / "ep_layout.yaml"
 
 
-def write_layout(options: argparse.Namespace) -> None:
+def write_layout(options: argparse.Namespace, on_cpu: bool) -> None:
     """Writes the layout of `--layout` with this run's sizes, which the config then names."""
     import yaml
 
-    from moe_ep import EPLayout
-
-    layout = EPLayout.from_yaml(options.layout).replace(
-        **{
-            "model.hidden": options.size.hidden,
-            "model.num_experts": options.size.num_experts,
-            "model.top_k": options.top_k,
-            "model.num_moe_layers": options.size.num_layers,
-            "parallel.expert": options.ep,
-            "parallel.expert_tensor": 1,
-        }
-    )
+    layout = ep_layout.layout_of(options, not on_cpu)
     options.out.mkdir(parents=True, exist_ok=True)
     layout_file(options).write_text(yaml.safe_dump(layout.model_dump(), sort_keys=False))

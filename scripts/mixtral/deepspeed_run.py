@@ -105,7 +105,7 @@ class Training:
         self.validation = Windows(corpus.validation, options.seq_len, None)
         self.rank = dist.get_rank()
         if options.layout is not None and self.rank == 0:
-            deepspeed_config.write_layout(options)
+            deepspeed_config.write_layout(options, device.type == "cpu")
         dist.barrier()  # the others read that file
         self.config = deepspeed_config.build(options, device.type == "cpu")
         self.engine = self._engine(deepspeed_model)

@@ -60,6 +60,12 @@ def check_sharing(options: argparse.Namespace, gpus: int, local_ranks: int) -> N
         )
 
 
+def names_backend(options: argparse.Namespace) -> bool:
+    """Whether the run may insist on a backend; only then is it worth importing torch to ask."""
+    named = options.backend not in ("auto", "reference") or options.layout is not None
+    return named or "MOE_EP_BACKEND" in os.environ
+
+
 def memory_available(options: argparse.Namespace, gpus: int, local_ranks: int) -> tuple:
     """Bytes one rank may use (None if unknown), and the words for where they are."""
     if gpus:
@@ -82,9 +88,13 @@ def launch(options: argparse.Namespace, script: str, arguments: list[str]) -> in
         if options.resume is not None and not options.megatron_lm:
             # The ranks check again; here a mistake is told without torchrun's report around it.
             resume.check(resume.latest(options.resume), resume.settings(options), options.steps)
-    except ValueError as error:
+        problem = memory.refusal(options, *memory_available(options, gpus, nproc))
+        if not problem and options.dispatcher == "deepep" and names_backend(options):
+            from mixtral import ep_layout
+
+            problem = ep_layout.refusal(options, gpus > 0)
+    except (ValueError, ModuleNotFoundError) as error:
         return fail(str(error))
-    problem = memory.refusal(options, *memory_available(options, gpus, nproc))
     if problem:
         return fail(problem)
     if options.megatron_lm:

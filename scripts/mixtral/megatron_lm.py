@@ -91,6 +91,8 @@ def flags(options: argparse.Namespace) -> list[str]:
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
-    """Variables for the ranks: both checkouts must be importable from any working folder."""
+    """Variables for the ranks: both checkouts must be importable from any working folder, and
+    `--timeout-s`, where it was given, is for moe_ep too."""
+    given = {"MOE_EP_TIMEOUT_S": str(options.timeout_s)} if options.timeout_given else {}
     paths = [str(Path(options.megatron_lm).resolve()), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return given | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}

@@ -118,29 +118,10 @@ def _no_coalescing() -> Iterator[None]:
 @contextlib.contextmanager
 def _moe_ep_dispatcher(options: argparse.Namespace, device: torch.device) -> Iterator[None]:
     """Makes `moe_token_dispatcher_type="deepep"` mean moe_ep, with this run's sizes."""
-    from moe_ep import EPLayout
+    from mixtral import ep_layout
     from moe_ep.integrations import megatron
 
-    path = options.layout or cli.ROOT / "configs" / "mixtral_tiny_cpu.yaml"
-    layout = EPLayout.from_yaml(path)
-    fp8 = layout.dispatch.dtype == "fp8_e4m3"
-    layout = layout.replace(
-        **{
-            "model.hidden": options.size.hidden,
-            "model.num_experts": options.size.num_experts,
-            "model.top_k": options.top_k,
-            "model.num_moe_layers": options.size.num_layers,
-            "parallel.expert": options.ep,
-            "parallel.expert_tensor": options.expert_tp,
-            "dispatch.dtype": "fp8_e4m3" if fp8 else options.dtype,
-        }
-    )
-    backend = options.backend
-    if backend == "auto" and device.type == "cpu":
-        backend = "reference"  # also where there is a GPU that this run does not use
-    if backend == "auto" and options.layout is not None:
-        backend = layout.backend
-    megatron.install(layout=layout, backend=backend)
+    megatron.install(layout=ep_layout.layout_of(options, device.type != "cpu"))
     try:
         yield
     finally:

@@ -39,6 +39,8 @@ def _check_install(rank: int) -> None:
         assert integration.install(backend="reference") is first
         with pytest.raises(RuntimeError, match="uninstall"):
             integration.install(FITTING)
+        with pytest.raises(LayoutError, match="backend: 'foo': one of auto, reference"):
+            integration.install(backend="foo")
         layers = [make_layer(make_config("deepep")) for _ in range(48)]
         assert len({id(layer.token_dispatcher.ep) for layer in layers}) == 1  # case 42
         untouched = make_layer(make_config("allgather"))
@@ -143,3 +145,5 @@ def test_launcher_explains_mistakes(tmp_path: Path) -> None:
     done = _launch([str(tmp_path / "absent.py")])
     assert done.returncode == 2 and "no such script" in done.stderr
     assert "--moe-ep-layout" in _launch(["--help"]).stdout
+    done = _launch([__file__, "--moe-ep-backend", "foo"])
+    assert done.returncode == 2 and "invalid choice: 'foo'" in done.stderr

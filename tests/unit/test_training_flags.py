@@ -13,8 +13,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from mixtral import cli, launch, megatron_lm, memory, resume
+from mixtral import cli, deepspeed_config, ep_layout, launch, megatron_lm, memory, resume
 from mixtral.metrics import ExpertCounter, MetricsLog, expert_metrics, read_metrics
+from moe_ep import backends
 
 
 def resolved(world, *flags):
@@ -80,13 +81,62 @@ def test_sizes_that_do_not_fit_name_both_numbers(world, flags, message):
 
 @pytest.mark.parametrize(
     "flags",
-    [["--top-k", "9"], ["--lr", "-1"], ["--resume"], ["--data", "/no/such"], ["--", "--bf16"]],
+    [
+        ["--top-k", "9"],
+        ["--lr", "-1"],
+        ["--resume"],
+        ["--data", "/no/such"],
+        ["--", "--bf16"],
+        ["--out", "/dev/null"],
+        ["--out", "/proc/x"],
+        ["--save", "/proc/x/y"],
+    ],
 )
 def test_mistakes_end_with_code_2(flags, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.parse(flags)
     assert stopped.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_frameworks_do_not_overwrite_each_other():
+    megatron, deepspeed = (cli.parse(["--framework", name]).out for name in cli.FRAMEWORKS)
+    assert megatron == cli.ROOT / "runs" / "mixtral_tiny"
+    assert deepspeed == cli.ROOT / "runs" / "mixtral_tiny_deepspeed"
+
+
+def test_a_backend_that_cannot_run_is_one_line_before_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = tmp_path / "layout.yaml"
+    layout.write_text("model: {hidden: 8, num_experts: 8, top_k: 2}\nparallel: {expert: 3}\n")
+    monkeypatch.setattr(backends, "reasons", lambda layout: {"cuda": "no core", "nvshmem": None})
+    monkeypatch.delenv("MOE_EP_BACKEND", raising=False)
+
+    def told(*flags: str) -> str:
+        assert launch.launch(cli.parse(["--device", "cpu", *flags]), "script", []) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "backend cuda cannot run: no core; --backend reference" in told("--backend", "cuda")
+    assert "nvshmem cannot run: this run is on the CPU" in told("--backend", "nvshmem")
+    assert "3 does not divide model.num_experts=8" in told("--layout", str(layout))
+    monkeypatch.setenv("MOE_EP_BACKEND", "cuda")
+    assert "backend cuda cannot run: no core" in told()
+
+
+def test_timeout_s_is_for_the_dispatcher_too(tmp_path: Path) -> None:
+    def seconds(*flags: str) -> tuple[float, float]:
+        limits = ep_layout.layout_of(resolved(2, *flags), on_gpu=False).timeouts
+        return limits.first_s, limits.steady_s
+
+    assert seconds("--timeout-s", "400") == (400.0, 400.0)
+    assert seconds() == (120.0, 60.0) and cli.parse([]).timeout_s == 300
+    flags = ["--framework", "deepspeed", "--timeout-s", "400"]
+    section = deepspeed_config.build(resolved(2, *flags), True)["moe_ep"]
+    assert section["timeouts"] == {"first_s": 400.0, "steady_s": 400.0}
+    options = resolved(2, "--megatron-lm", str(tmp_path), "--timeout-s", "400")
+    assert megatron_lm.environment(options)["MOE_EP_TIMEOUT_S"] == "400"
 
 
 def test_parameters_match_the_real_mixtral():

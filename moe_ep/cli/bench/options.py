@@ -8,9 +8,8 @@ from typing import Any
 
 from moe_ep.cli.bench.peers import PEERS
 from moe_ep.cli.outputs import check_file, check_plot
-from moe_ep.layout import DTYPE_BYTES, EPLayout
+from moe_ep.layout import BACKENDS, DTYPE_BYTES, EPLayout
 
-BACKENDS = ("auto", "reference", "cuda", "nvshmem")
 DEFAULT_TOKENS = 4096
 
 _DESCRIPTION = "Times dispatch and combine on every rank at once, beside a floor and peers."
