@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv in the checkout with everything the scripts need. Run again, it starts at once.
 #
-#   bash scripts/setup.sh [EXTRA ...]      extras of setup.cfg: megatron deepspeed plot test
+#   bash scripts/setup.sh [EXTRA ...]      extras of setup.cfg: megatron deepspeed nvshmem nvshmem-cu12
+#                                          plot test
 #
 # PYTHON=... names the interpreter to build on (default: the first of 3.11, 3.12, 3.13, 3.10, or
 # python3). pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) hold as usual;
@@ -62,7 +63,17 @@ setup_hash() {
 }
 
 setup_main() {
-    local stamp=$setup_venv/.setup-stamp extras wanted python
+    local stamp=$setup_venv/.setup-stamp extra extras known wanted python
+    known=$(sed -n '/^\[options.extras_require\]/,/^\[/s/^\([a-z0-9-]*\) =.*/\1/p' "$setup_root/setup.cfg")
+    for extra in "$@"; do
+        case $extra in
+        -h | --help)
+            sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+            return
+            ;;
+        esac
+        grep -qxF -e "$extra" <<<"$known" || setup_fail "no extra $extra; there are:" $known
+    done
     extras=$(printf '%s\n' "$@" | sort -u | paste -sd, -)
     # What an earlier run has installed stays installed: the stamp holds one line per set of extras.
     wanted="$(setup_hash) $extras"
