@@ -152,13 +152,16 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _torch_shims() -> list[tuple[Any, str, Any]]:
-    nothing = lambda *args, **kwargs: None  # noqa: E731
+    def nothing() -> Any:
+        # A function of its own each time: torch.compile has rules by name, one for an object.
+        return lambda *args, **kwargs: None
+
     cuda = torch.cuda
     return [
         (cuda, "current_device", lambda: _CPU),
-        (cuda, "set_device", nothing),
-        (cuda, "synchronize", nothing),
-        (cuda, "empty_cache", nothing),
+        (cuda, "set_device", nothing()),
+        (cuda, "synchronize", nothing()),
+        (cuda, "empty_cache", nothing()),
         (cuda, "Stream", CpuStream),
         (cuda, "Event", CpuEvent),
         (cuda, "current_stream", lambda *args: CpuStream()),
@@ -168,10 +171,9 @@ def _torch_shims() -> list[tuple[Any, str, Any]]:
         (cuda, "get_rng_state", _get_rng_state),
         (cuda, "set_rng_state", _set_rng_state),
         # Set on the class: its argument parser would refuse our stream before any mode is asked.
-        (torch.Tensor, "record_stream", nothing),
-        # Functions of their own: torch.compile has rules by name, and one object can have one rule.
-        (cuda.nvtx, "range_push", lambda *args: None),
-        (cuda.nvtx, "range_pop", lambda: None),
+        (torch.Tensor, "record_stream", nothing()),
+        (cuda.nvtx, "range_push", nothing()),
+        (cuda.nvtx, "range_pop", nothing()),
         (cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
     ]
 

@@ -50,6 +50,14 @@ def test_cuda_requests_are_answered_by_the_cpu():
     assert x.type() == "torch.FloatTensor"
 
 
+def test_torch_may_load_its_compiler_inside():
+    """As an import of parts of Megatron does: it looks at every function that it has a rule for."""
+    from torch._dynamo import trace_rules
+
+    with cpu_shims():
+        assert torch.cuda.synchronize in trace_rules.get_torch_obj_rule_map.__wrapped__()
+
+
 def test_blocks_may_be_nested():
     with cpu_shims():
         with cpu_shims():
