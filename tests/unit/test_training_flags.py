@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from mixtral import cli, deepspeed_config, ep_layout, launch, megatron_lm, memory, resume
 from mixtral.metrics import ExpertCounter, MetricsLog, expert_metrics, read_metrics
-from moe_ep import backends
+from moe_ep import EPLayout, backends
 
 
 def resolved(world, *flags):
@@ -137,6 +137,11 @@ def test_timeout_s_is_for_the_dispatcher_too(tmp_path: Path) -> None:
     assert section["timeouts"] == {"first_s": 400.0, "steady_s": 400.0}
     options = resolved(2, "--megatron-lm", str(tmp_path), "--timeout-s", "400")
     assert megatron_lm.environment(options)["MOE_EP_TIMEOUT_S"] == "400"
+
+
+def test_the_tiny_layout_is_of_the_tiny_model() -> None:
+    layout = EPLayout.from_yaml(cli.ROOT / "configs" / "mixtral_tiny_cpu.yaml")
+    assert layout == ep_layout.layout_of(resolved(2), on_gpu=False)
 
 
 def test_parameters_match_the_real_mixtral():
