@@ -64,8 +64,9 @@ class Buffer(LowLatencyVerbs):
     """Expert-parallel dispatch and combine of one process group, with DeepEP's interface.
 
     Construction is collective, and so are `dispatch` and `combine`: all ranks call them in one
-    order, with rows of one shape. Results are not differentiable. Symmetric memory grows to what
-    is dispatched; all waits for peers are bounded (`MOE_EP_TIMEOUT_S`).
+    order, with rows of one shape. Results are not differentiable. Tensors of a call are strided and
+    on one device: on a GPU, or anywhere with backend reference. Symmetric memory grows to what is
+    dispatched; all waits for peers are bounded (`MOE_EP_TIMEOUT_S`).
 
     Args:
         group: process group of all expert-parallel ranks.
@@ -162,7 +163,7 @@ class Buffer(LowLatencyVerbs):
     def get_local_buffer_tensor(
         self,
         dtype: torch.dtype,
-        size: torch.Size | None = None,
+        size: tuple[int, ...] | None = None,
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
@@ -171,10 +172,17 @@ class Buffer(LowLatencyVerbs):
         It is the caller's alone: no operation reads or writes it.
 
         Args:
-            size: shape of the result; None: all of it, one dimension.
+            size: shape of the result, a torch.Size or another tuple of ints; None: all of it, one
+                dimension.
             offset: its first element, counted in `dtype`.
             use_rdma_buffer: the memory of `num_rdma_bytes` bytes.
+
+        Raises:
+            TypeError: not ints. ValueError: a negative one, or there is not as much memory.
         """
+        offset = checks.integer("offset", offset, 0)
+        if size is not None:
+            size = torch.Size([checks.integer("a dimension of size", n, 0) for n in size])
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         if use_rdma_buffer not in self._local:
             self._local[use_rdma_buffer] = torch.zeros(
@@ -325,7 +333,8 @@ class Buffer(LowLatencyVerbs):
         Args:
             x: [N, H] in the order of the dispatch and in its dtype, bf16 where that was FP8.
             handle: of that dispatch.
-            topk_weights: [N, K] fp32, added up likewise.
+            topk_weights: [N, K] fp32, added up likewise; on all ranks or on none. K is that of the
+                dispatch or, where that had none, one on all ranks.
             bias: one or two [T, H] in the dtype of x, added to the sums in fp32.
             config, previous_event, async_finish, allocate_on_comm_stream: see `dispatch`.
 
@@ -337,6 +346,7 @@ class Buffer(LowLatencyVerbs):
             TypeError, ValueError, OrderError: bad input on this rank. Its peers get a PeerError, on
                 backend cuda at a later call, and there what moved these rows stops. Peers of a
                 handle that is of no dispatch of this group: see `dispatch`.
+            OrderError: only some ranks gave topk_weights (backend reference, on all ranks).
             PeerTimeoutError: a peer did not come in time.
         """
         num_sms = self.get_combine_config(self.group_size).num_sms

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ep.checks import check_device
 from moe_ep.rank_rows import (
     ROW_DTYPES,
     ROW_MULTIPLE_BYTES,
@@ -51,6 +50,7 @@ def split_x(x: Any) -> tuple[Any, Any]:
 
 
 def check_payload(x: Any, scales: Any, device: torch.device | None) -> None:
+    """device: where the tensors must be; None: all of them where x is."""
     _check_tensor("x", x, ROW_DTYPES, 2, device)
     if (scales is not None) != (x.dtype == torch.float8_e4m3fn):
         raise TypeError(
@@ -65,7 +65,7 @@ def check_payload(x: Any, scales: Any, device: torch.device | None) -> None:
         )
     if scales is None:
         return
-    _check_tensor("the scales", scales, (torch.float32, torch.int32), None, device)
+    _check_tensor("the scales", scales, (torch.float32, torch.int32), None, device or x.device)
     if scales.dim() not in (1, 2) or scales.shape[0] != x.shape[0]:
         raise ValueError(
             f"the scales are {_shape(scales)}; for x {_shape(x)} they must be [{x.shape[0]}, "
@@ -86,8 +86,9 @@ def check_routing(
     Args:
         routing: num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx and
             topk_weights, as given to `Buffer.dispatch`.
+        device: as for `check_payload`.
     """
-    num_tokens = x.shape[0]
+    num_tokens, device = x.shape[0], device or x.device
     missing = [name for name in _LAYOUT if routing[name] is None]
     if missing:
         raise ValueError(
@@ -134,8 +135,9 @@ def check_topk_idx(topk_idx: Any, device: torch.device | None) -> None:
 
 
 def check_topk_weights(
-    weights: Any, num_rows: int, device: torch.device | None, num_topk: int | None = None
+    weights: Any, num_rows: int, device: torch.device | None, num_topk: int
 ) -> None:
+    """num_topk: K; 0: any."""
     _check_tensor("topk_weights", weights, (torch.float32,), 2, device)
     _check_shape("topk_weights", weights, (num_rows, num_topk or weights.shape[1]))
 
@@ -208,11 +210,19 @@ def _check_tensor(
         raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} is {value.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    check_place(name, value, device)
     if dimensions is not None and value.dim() != dimensions:
         raise ValueError(f"{name} is {_shape(value)}; it must have {dimensions} dimensions")
-    problem = check_device(device, value)
-    if problem is not None:
-        raise problem
+
+
+def check_place(name: str, tensor: Tensor, device: torch.device | None) -> None:
+    """device: None: any that has data."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; it must be {torch.strided}")
+    place = tensor.device
+    if place.type not in ("cpu", "cuda") if device is None else place != device:
+        hint = "; MOE_EP_BACKEND=reference takes CPU tensors" if place.type == "cpu" else ""
+        raise ValueError(f"{name} is on {place}; it must be on {device or 'cpu or cuda'}{hint}")
 
 
 def _check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:

@@ -142,7 +142,7 @@ def _dispatch_again(
     num_sms: int,
 ) -> DispatchOutput:
     plan, call = _start(exchange, handle, "dispatch.rows")
-    form, device = plan.format, plan.owner.device
+    form, device = plan.format, plan.device
     try:
         num_sms = checks.num_sms(config, num_sms)
         given = [name for name in ("topk_idx", "topk_weights") if routing[name] is not None]
@@ -170,15 +170,17 @@ def combine(
     num_sms: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Sums of the rank rows of each token, and of their weights. num_sms: as for `dispatch`."""
-    plan, call = _start(exchange, handle, "combine.rows")
-    form, device = plan.format, plan.owner.device
+    # On backend reference the phases of all ranks are compared.
+    phase = "combine.rows" if topk_weights is None else "combine.rows and weights"
+    plan, call = _start(exchange, handle, phase)
+    form, device = plan.format, plan.device
     biases: list[Tensor] = []
     try:
         num_sms = checks.num_sms(config, num_sms)
         checks.check_sums(x, form, plan.num_rows, device)
         biases = checks.check_bias(bias, plan.num_tokens, x, device)
         if topk_weights is not None:
-            checks.check_topk_weights(topk_weights, plan.num_rows, device)
+            checks.check_topk_weights(topk_weights, plan.num_rows, device, form.num_topk)
             checks.check_words(topk_weights.shape[1], plan.row_bytes)
     except (TypeError, ValueError) as error:
         call.error = error

@@ -42,7 +42,8 @@ class BackendUnavailableError(MoEEPError, RuntimeError):
 
 
 class CapacityError(MoEEPError, RuntimeError):
-    """More rows were routed to a rank than `dispatch.capacity` allows (raised on all ranks)."""
+    """More rows were routed to a rank than `dispatch.capacity`, or a Buffer's `num_worst_tokens`,
+    allows (raised on all ranks)."""
 
     anchor = "capacity"
 

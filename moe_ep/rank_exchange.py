@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_ep import backends, env
 from moe_ep.backends.base import Backend, Call, Plan
-from moe_ep.errors import BrokenError, PeerTimeoutError
+from moe_ep.errors import BrokenError, CapacityError, PeerTimeoutError
 from moe_ep.handshake import handshake
 from moe_ep.layout import EPLayout, Timeouts
 from moe_ep.rank_rows import (
@@ -46,6 +46,7 @@ class RankPlan:
     plan: Plan
     format: RowFormat
     row_bytes: int  # widest row this backend can move
+    device: torch.device  # where its rows are
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +134,7 @@ class RankExchange:
         if form.num_worst_tokens:
             rows.agreed.add(form)
         elif early is not None:
-            return RankPlan(self, rows.backend, early, form, rows.row_bytes), headers
+            return self._plan_of(rows, early, outgoing), headers
         return self._prepare(rows, outgoing, call, num_sms), headers
 
     def dispatch(self, to: RankPlan, rows: Tensor, call: Call, num_sms: int) -> Tensor:
@@ -228,15 +229,19 @@ class RankExchange:
                 "first such dispatch; raise num_worst_tokens"
             )
         rows.backend.num_sms = num_sms
-        form, slots = outgoing.format, None
+        slots = None
         if call.error is None and capacity is not None:
             slots = self._checked_slots(rows.backend, outgoing, call)
         elif call.error is None:
             slots = outgoing.slots  # headers have told whether they are good
-        with self._explained(form, call):
+        with self._explained(outgoing.format, call):
             plan = rows.backend.prepare(slots, call, capacity)
-        assert form is not None
-        return RankPlan(self, rows.backend, plan, form, rows.row_bytes)
+        return self._plan_of(rows, plan, outgoing)
+
+    def _plan_of(self, rows: _RowBackend, plan: Plan, outgoing: Outgoing) -> RankPlan:
+        form, slots = outgoing.format, outgoing.slots
+        assert form is not None and slots is not None
+        return RankPlan(self, rows.backend, plan, form, rows.row_bytes, slots.device)
 
     def _checked_slots(self, backend: Backend, outgoing: Outgoing, call: Call) -> Tensor | None:
         """The slots of a dispatch without headers. Bad routing becomes a bad slot where the backend
@@ -252,10 +257,13 @@ class RankExchange:
 
     @contextmanager
     def _explained(self, form: RowFormat | None, call: Call) -> Iterator[None]:
-        """Says in terms of the Buffer's arguments what a backend says of bad slots, be it at a
-        later call."""
+        """Says in terms of the Buffer's arguments what a backend says of bad slots and of too many
+        rows, be it at a later call."""
         try:
             yield
+        except CapacityError as error:
+            text = str(error).replace("dispatch.capacity", "num_worst_tokens")
+            raise CapacityError(text) from None
         except ValueError as error:
             if error is call.error or form is None or not form.num_worst_tokens:
                 raise

@@ -79,8 +79,16 @@ def _construction(rank: int) -> None:
     part = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([4, 8]), offset=16)
     assert part.shape == (4, 8) and part.data_ptr() == local.data_ptr() + 32 and (part == 1).all()
     assert buffer.get_local_buffer_tensor(torch.int64, use_rdma_buffer=True).shape == (8,)
-    with pytest.raises(ValueError, match="4096 bytes"):
-        buffer.get_local_buffer_tensor(torch.float32, torch.Size([1025]))
+    assert buffer.get_local_buffer_tensor(torch.float32, (3, 2)).shape == (3, 2)
+    for size, offset, words in (
+        ((1025,), 0, "4096 bytes"),
+        ((), -3, "offset=-3"),
+        ((-1,), 0, "-1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            buffer.get_local_buffer_tensor(torch.float32, size, offset)
+    with pytest.raises(TypeError, match="float"):
+        buffer.get_local_buffer_tensor(torch.float32, (2.5,))
     check_case(buffer, Case(), 0)
     backends = buffer._exchange._backends
     del buffer

@@ -67,6 +67,16 @@ BAD: dict[str, tuple[Change, type[Exception], tuple[str, ...]]] = {
     "no worst": (lambda a: {"num_worst_tokens": None}, TypeError, ("num_worst_tokens", "NoneType")),
     "half a row": (lambda a: {"num_worst_tokens": 0.5}, TypeError, ("num_worst_tokens", "float")),
     "config": (lambda a: {"config": 20}, TypeError, ("config is a int",)),
+    "sparse": (lambda a: {"x": a["x"].to_sparse()}, ValueError, ("x is torch.sparse_coo",)),
+}
+# Tensors without data, of which torch itself complains where they are used.
+BAD |= {
+    f"{name} elsewhere": (
+        lambda a, name=name: {name: a[name].to("meta")},
+        ValueError,
+        (f"{name} is on meta", "must be on cpu"),
+    )
+    for name in ("x", "topk_idx", "topk_weights", "num_tokens_per_rank", "is_token_in_rank")
 }
 
 
@@ -125,6 +135,11 @@ def _bad_later(rank: int) -> None:
         expect("rows", lambda given=few: buffer.combine(given, handle), ValueError, "256")
         given = weights.half() if me else weights
         expect("w", lambda w=given: buffer.combine(rows, handle, w), TypeError, "float16")
+        given = weights[:, :2] if me else weights
+        expect("K", lambda w=given: buffer.combine(rows, handle, w), ValueError, ", 2]", ", 3]")
+        there, back = (x.to("meta"), rows.to("meta")) if me else (x, rows)
+        expect("there", lambda given=there: again(given), ValueError, "x is on meta")
+        expect("back", lambda x=back: buffer.combine(x, handle), ValueError, "x is on meta")
         bias = torch.ones(4, 256).bfloat16() if me else None
         expect("b", lambda b=bias: buffer.combine(rows, handle, bias=b), ValueError, "[4, 256]")
         static = arguments | worst | ({"x": x[:-1]} if me else {})
@@ -248,6 +263,9 @@ def _fp8_handle(rank: int) -> None:
     assert all(buffer_cases.same(a, b) for a, b in zip(again, rows, strict=True))
     wide = data.bfloat16()
     assert buffer_cases.same(buffer.dispatch(wide, handle=handle)[0], rows[0].bfloat16())
+    given = arguments | {"x": (data, scales.to("meta") if rank else scales)}
+    action = lambda: buffer.dispatch(**given)  # noqa: E731
+    expect_on_all(rank, 1, "scales", action, ValueError, ("the scales is on meta",))
     given = (data, torch.ones(5, 3)) if rank else (data, scales)
     action = lambda: buffer.dispatch(given, handle=handle)  # noqa: E731
     expect_on_all(rank, 1, "scales", action, ValueError, ("3 scales", "had 2"))
@@ -272,7 +290,7 @@ def _capacity(rank: int) -> str:
 
 def test_more_rows_than_num_worst_tokens() -> None:
     for message in run_ranks(in_environment, 2, _capacity):
-        assert "rank 1 would receive 10 rows" in message and "9" in message
+        assert "rank 1 would receive 10 rows, num_worst_tokens is 9; raise it" in message
 
 
 def _different_rows(rank: int) -> list[str]:
@@ -334,6 +352,17 @@ def _foreign_handle_of_one_rank(rank: int) -> None:
 
 def test_foreign_handle_of_one_rank() -> None:
     run_ranks(in_environment, 2, _foreign_handle_of_one_rank)
+
+
+def _weights_of_one_rank(rank: int) -> None:
+    buffer = Buffer(dist.group.WORLD)
+    rows, _, weights, _, handle, _ = buffer.dispatch(**_arguments(buffer, rank))
+    with pytest.raises(OrderError, match=r"combine\.rows and weights"):
+        buffer.combine(rows, handle, weights if rank == 0 else None)
+
+
+def test_weights_of_one_rank() -> None:
+    run_ranks(in_environment, 2, _weights_of_one_rank)
 
 
 def _missing_rank(rank: int) -> tuple[str, float]:
