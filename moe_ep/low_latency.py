@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ep import low_latency_checks as checks
-from moe_ep.backends.low_latency_base import Receive, Result, num_bytes_needed
+from moe_ep.backends.low_latency_base import Receive, Result
 from moe_ep.errors import OrderError
 from moe_ep.events import CommStream, EventOverlap
 from moe_ep.low_latency_exchange import LowLatency, LowLatencyHandle
@@ -43,10 +43,9 @@ class LowLatencyVerbs:
             num_max_dispatch_tokens_per_rank: Tmax. hidden: H. num_ranks: R. num_experts: E.
 
         Raises:
-            ValueError: R does not divide E.
+            TypeError: not an int. ValueError: below 1, or R does not divide E.
         """
-        checks.check_experts(num_experts, num_ranks)
-        return num_bytes_needed(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+        return checks.size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -99,9 +98,16 @@ class LowLatencyVerbs:
         Raises:
             TypeError, ValueError: bad input on this rank. Its peers get a PeerError; on backends
                 cuda and nvshmem, from the second use of a shape on, they get it at a later call and
-                the Buffer stops.
-            LayoutMismatchError (a ValueError): ranks call it with different shapes.
-            OrderError: two operations have not been received yet.
+                the Buffer stops. Arguments that make no shape (no tensor, no int, one out of range)
+                count as the known shape that most of them fit; if the peers use another, the Buffer
+                stops on all ranks.
+            LayoutMismatchError (a ValueError): ranks call it with different shapes, all for the
+                first time.
+            OrderError: ranks call it with different shapes, one of them known, and the Buffer stops
+                (on backends cuda and nvshmem at a later call, or as a PeerTimeoutError).
+            OrderError: two operations have not been received yet. All ranks can go on if it is so
+                on all; else the peers get a PeerError (on backends cuda and nvshmem a
+                PeerTimeoutError), and the Buffer stops.
             PeerTimeoutError: a peer did not come in time (on backends cuda and nvshmem at a later
                 call).
         """
@@ -170,7 +176,9 @@ class LowLatencyVerbs:
             None.
 
         Raises:
-            As `low_latency_dispatch`; OrderError: the dispatch has not been received yet.
+            As `low_latency_dispatch`. OrderError also: the dispatch has not been received yet.
+                TypeError, ValueError of a handle that is not one of this Buffer: it stops, unless
+                (backend reference) all ranks gave such a one.
             PeerTimeoutError: a signal was not raised in time; names the expert and the block (on
                 backends cuda and nvshmem at a later call).
         """

@@ -21,7 +21,7 @@ from moe_ep.backends.low_latency_base import (
     Shape,
     num_bytes_needed,
 )
-from moe_ep.checks import check_device
+from moe_ep.buffer_checks import check_place, integer
 from moe_ep.errors import OrderError
 from moe_ep.layout import FP8_BLOCK
 
@@ -30,12 +30,22 @@ _INDEX_DTYPES = (torch.int64, torch.int32)
 _MOST_ROWS = (1 << 31) - 1
 
 
-def check_experts(num_experts: int, num_ranks: int) -> None:
+def size_hint(max_tokens: Any, hidden: Any, num_ranks: Any, num_experts: Any) -> int:
+    """As `num_bytes_needed`, checked."""
+    max_tokens = integer("num_max_dispatch_tokens_per_rank", max_tokens, 1)
+    hidden, num_ranks = integer("hidden", hidden, 1), integer("num_ranks", num_ranks, 1)
+    num_experts = _checked_experts(num_experts, num_ranks)
+    return num_bytes_needed(max_tokens, hidden, num_ranks, num_experts)
+
+
+def _checked_experts(num_experts: Any, num_ranks: int) -> int:
+    num_experts = integer("num_experts", num_experts)
     if not 1 <= num_experts <= MAX_EXPERTS or num_experts % num_ranks:
         raise ValueError(
             f"num_experts={num_experts}; it must be a multiple of the {num_ranks} ranks, at most "
             f"{MAX_EXPERTS}"
         )
+    return num_experts
 
 
 def dispatch_shape(
@@ -44,15 +54,16 @@ def dispatch_shape(
     *,
     x: Any,
     topk_idx: Any,
-    max_tokens: int,
-    num_experts: int,
+    max_tokens: Any,
+    num_experts: Any,
     use_fp8: bool,
     **_: Any,
 ) -> Shape:
-    """What the ranks agree on, checked; num_bytes: of memory."""
-    _check_tensor("x", x, (torch.bfloat16,), 2)
-    _check_tensor("topk_idx", topk_idx, _INDEX_DTYPES, 2)
-    check_experts(num_experts, num_ranks)
+    """What the ranks agree on, checked, and nothing else; num_bytes: of memory."""
+    _check_dimensions("x", x, 2)
+    _check_dimensions("topk_idx", topk_idx, 2)
+    num_experts = _checked_experts(num_experts, num_ranks)
+    max_tokens = integer("num_max_dispatch_tokens_per_rank", max_tokens)
     if not 1 <= max_tokens <= MAX_TOKENS or max_tokens * num_experts > _MOST_ROWS:
         raise ValueError(
             f"num_max_dispatch_tokens_per_rank={max_tokens}; it must be 1 to "
@@ -81,6 +92,30 @@ def dispatch_shape(
     return Shape(max_tokens, hidden, num_experts, num_slots, bool(use_fp8))
 
 
+def num_equal(
+    shape: Shape,
+    *,
+    x: Any,
+    topk_idx: Any,
+    max_tokens: Any,
+    num_experts: Any,
+    use_fp8: bool,
+    **_: Any,
+) -> int:
+    """In how many of its fields a shape is that of arguments which `dispatch_shape` refuses."""
+    return sum(
+        (
+            isinstance(max_tokens, int) and max_tokens == shape.max_tokens,
+            isinstance(num_experts, int) and num_experts == shape.num_experts,
+            isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == shape.hidden,
+            isinstance(topk_idx, Tensor)
+            and topk_idx.dim() == 2
+            and topk_idx.shape[1] == shape.num_slots,
+            bool(use_fp8) == shape.fp8,
+        )
+    )
+
+
 def outgoing(
     shape: Shape,
     num_ranks: int,
@@ -96,6 +131,9 @@ def outgoing(
     **_: Any,
 ) -> Outgoing:
     """This rank's part, checked. The device itself finds bad ids where there is one."""
+    place = device or x.device
+    _check_kind("x", x, (torch.bfloat16,), device)
+    _check_kind("topk_idx", topk_idx, _INDEX_DTYPES, place)
     num_tokens = x.shape[0]
     if num_tokens > shape.max_tokens:
         raise ValueError(
@@ -108,12 +146,9 @@ def outgoing(
     multiple = FP8_BLOCK * SCALES_PER_WORD
     if use_ue8m0 and shape.hidden % multiple:
         raise ValueError(f"hidden={shape.hidden}; use_ue8m0 needs a multiple of {multiple}")
-    _check_stats(
-        "cumulative_local_expert_recv_stats", recv_stats, torch.int32, _local(shape, num_ranks)
-    )
-    _check_stats("dispatch_wait_recv_cost_stats", wait_stats, torch.int64, num_ranks)
-    for tensor in (x, topk_idx, recv_stats, wait_stats):
-        _check_place(device or x.device, tensor)
+    local = _local(shape, num_ranks)
+    _check_stats("cumulative_local_expert_recv_stats", recv_stats, torch.int32, local, place)
+    _check_stats("dispatch_wait_recv_cost_stats", wait_stats, torch.int64, num_ranks, place)
     if device is None:
         _check_ids(topk_idx, shape)
     scale = ("power_of_two" if round_scale else "fp32") if shape.fp8 else None
@@ -147,23 +182,24 @@ def combine_inputs(
 ) -> CombineInputs:
     """This rank's part, checked. handle: a LowLatencyHandle."""
     shape: Shape = handle.shape
+    place = device or handle[0].device
     if use_logfmt:
         raise ValueError("use_logfmt=True is not supported; rows travel as bf16")
     _check_ending(one_ending)
-    _check_tensor("x", x, (torch.bfloat16,), 3)
+    _check_tensor("x", x, (torch.bfloat16,), 3, place)
     _check_shape("x", x, (_local(shape, num_ranks), shape.num_rows(num_ranks), shape.hidden))
     slots = (handle.num_tokens, shape.num_slots)
-    _check_tensor("topk_idx", topk_idx, _INDEX_DTYPES, 2)
+    _check_tensor("topk_idx", topk_idx, _INDEX_DTYPES, 2, place)
     _check_shape("topk_idx", topk_idx, slots)
-    _check_tensor("topk_weights", topk_weights, (torch.float32,), 2)
+    _check_tensor("topk_weights", topk_weights, (torch.float32,), 2, place)
     _check_shape("topk_weights", topk_weights, slots)
     if out is None:
         out = x.new_empty(handle.num_tokens, shape.hidden)
-    _check_tensor("out", out, (torch.bfloat16,), 2)
+    _check_tensor("out", out, (torch.bfloat16,), 2, place)
     _check_shape("out", out, (handle.num_tokens, shape.hidden))
     if not out.is_contiguous() or out.data_ptr() % ROW_ALIGNMENT:
         raise ValueError(f"out must be contiguous and begin at a multiple of {ROW_ALIGNMENT} bytes")
-    _check_stats("combine_wait_recv_cost_stats", wait_stats, torch.int64, num_ranks)
+    _check_stats("combine_wait_recv_cost_stats", wait_stats, torch.int64, num_ranks, place)
     if zero_copy:
         x = handle.combine_buffer
         if x is None:
@@ -171,22 +207,22 @@ def combine_inputs(
                 "zero_copy=True, but there is no buffer with rows: write them to what "
                 "get_next_low_latency_combine_buffer(handle) returns before each such combine"
             )
-    signals = _block_signals(shape, num_ranks, block_signals, block_signal_value)
-    for tensor in (x, topk_idx, topk_weights, out, wait_stats, signals):
-        _check_place(device or handle[0].device, tensor)
+    signals = _block_signals(shape, num_ranks, block_signals, block_signal_value, place)
     return CombineInputs(
         x, topk_idx, topk_weights, out, wait_stats, zero_copy, signals, block_signal_value
     )
 
 
-def _block_signals(shape: Shape, num_ranks: int, signals: Any, value: Any) -> Tensor | None:
+def _block_signals(
+    shape: Shape, num_ranks: int, signals: Any, value: Any, device: torch.device
+) -> Tensor | None:
     """[L, B], checked."""
     if signals is None:
         return None
     local, num_rows = _local(shape, num_ranks), shape.num_rows(num_ranks)
     if isinstance(signals, Tensor) and signals.dim() == 1:
         signals = signals.unsqueeze(1)
-    _check_tensor("block_signals", signals, (torch.int32,), 2)
+    _check_tensor("block_signals", signals, (torch.int32,), 2, device)
     blocks = signals.shape[1]
     if len(signals) != local or blocks == 0 or num_rows % blocks or not signals.is_contiguous():
         raise ValueError(
@@ -225,13 +261,30 @@ def _check_ending(one_ending: bool) -> None:
         raise ValueError("async_finish and return_recv_hook exclude each other")
 
 
-def _check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...], dimensions: int) -> None:
+def _check_tensor(
+    name: str,
+    value: Any,
+    dtypes: tuple[torch.dtype, ...],
+    dimensions: int,
+    device: torch.device | None,
+) -> None:
+    _check_dimensions(name, value, dimensions)
+    _check_kind(name, value, dtypes, device)
+
+
+def _check_dimensions(name: str, value: Any, dimensions: int) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
-    if value.dtype not in dtypes:
-        raise TypeError(f"{name} is {value.dtype}; it must be {' or '.join(map(str, dtypes))}")
     if value.dim() != dimensions:
         raise ValueError(f"{name} is {list(value.shape)}; it must have {dimensions} dimensions")
+
+
+def _check_kind(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device | None
+) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    check_place(name, tensor, device)
 
 
 def _check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
@@ -239,16 +292,12 @@ def _check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} is {list(value.shape)}; it must be {list(shape)}")
 
 
-def _check_stats(name: str, value: Any, dtype: torch.dtype, length: int) -> None:
+def _check_stats(
+    name: str, value: Any, dtype: torch.dtype, length: int, device: torch.device
+) -> None:
     if value is None:
         return
-    _check_tensor(name, value, (dtype,), 1)
+    _check_tensor(name, value, (dtype,), 1, device)
     _check_shape(name, value, (length,))
     if not value.is_contiguous():
         raise ValueError(f"{name} is not contiguous")
-
-
-def _check_place(device: torch.device, tensor: Tensor | None) -> None:
-    problem = check_device(device, tensor)
-    if problem is not None:
-        raise problem

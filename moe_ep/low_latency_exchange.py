@@ -8,7 +8,7 @@ import importlib
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,7 @@ class LowLatency:
         self._num_sent = 0
         self._in_flight: dict[int, Call] = {}
         self._agreed: list[Shape] = []
+        self._last: Shape | None = None  # of those, the one that was used last
         self._backend = self._build(group)
         self._destroyed = False
 
@@ -113,6 +114,8 @@ class LowLatency:
             outgoing = checks.outgoing(shape, self.size, self.device, **arguments)
         except (TypeError, ValueError) as error:
             call.error = error
+            if shape is None:
+                shape = self._closest_shape(arguments)
         shape, tag = self._agree(shape, call)
         self._backend.num_sms = num_sms
         result, plan, receive = self._backend.dispatch(shape, tag, outgoing, call, at_once)
@@ -133,8 +136,12 @@ class LowLatency:
         Returns:
             The tensor that receiving fills, and the receiving half.
         """
-        checks.check_handle(handle, LowLatencyHandle, self)
         call = self._call("low_latency_combine")
+        try:
+            checks.check_handle(handle, LowLatencyHandle, self)
+        except (TypeError, ValueError, OrderError) as error:
+            call.error = error
+            self._refuse(call)
         inputs: CombineInputs | None = None
         try:
             inputs = checks.combine_inputs(handle, self.size, self.device, **arguments)
@@ -181,18 +188,25 @@ class LowLatency:
         """The next operation. Its buffer is that of the operation two before it."""
         if self._destroyed:
             raise BrokenError(f"rank {self.rank}: {phase} after destroy()")
-        number = self._operations + 1
+        self._operations = number = self._operations + 1
+        first = number <= _FIRST_OPERATIONS
+        seconds = self._timeouts.first_s if first else self._timeouts.steady_s
+        call = Call(number, phase, seconds)
         waiting = [n for n in self._in_flight if n <= self._num_sent + 1 - _NUM_BUFFERS]
         if waiting:
             other = self._in_flight[waiting[0]]
-            raise OrderError(
+            call.error = OrderError(
                 f"rank {self.rank}: {phase}, operation {number}: {other.phase}, operation "
                 f"{other.operation}, has not been received yet and there are {_NUM_BUFFERS} "
                 "buffers; call its hook first"
             )
-        self._operations = number
-        first = number <= _FIRST_OPERATIONS
-        return Call(number, phase, self._timeouts.first_s if first else self._timeouts.steady_s)
+            self._refuse(call)
+        return call
+
+    def _refuse(self, call: Call) -> NoReturn:
+        """Where this rank cannot take part in what its peers do."""
+        tag = self._agreed.index(self._last) % _NUM_TAGS if self._last is not None else 0
+        self._backend.refuse(self._last, tag, call)
 
     def _track(self, call: Call, receive: Receive) -> Receive:
         """The operation is in flight until the result is called; calling it again does nothing."""
@@ -248,12 +262,7 @@ class LowLatency:
         return ReferenceLowLatencyBackend(self._channel)
 
     def _agree(self, shape: Shape | None, call: Call) -> tuple[Shape, int]:
-        """The shape and its tag. Before its first use the ranks compare it, which waits for them.
-
-        Arguments whose shape cannot be told (None) count as the last one: peers mostly repeat it.
-        """
-        if shape is None and self._agreed:
-            shape = self._agreed[-1]
+        """The shape and its tag. Before its first use ranks compare it, which waits for them."""
         if shape is None or shape not in self._agreed:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise OrderError(
@@ -265,7 +274,14 @@ class LowLatency:
             _compare(self._channel, {_PUBLIC_NAMES.get(k, k): int(values[k]) for k in values}, call)
             assert shape is not None
             self._agreed.append(shape)
+        self._last = shape
         return shape, self._agreed.index(shape) % _NUM_TAGS
+
+    def _closest_shape(self, arguments: dict[str, Any]) -> Shape | None:
+        """What the peers probably use where this rank's arguments make no shape: the known one that
+        most of them fit, the last used of equals."""
+        known = [] if self._last is None else [self._last, *self._agreed]
+        return max(known, key=lambda s: checks.num_equal(s, **arguments), default=None)
 
 
 # Fastest first: the order in which "auto" tries them; the reference backend runs everywhere.

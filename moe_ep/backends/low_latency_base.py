@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -191,6 +191,14 @@ class LowLatencyBackend(Protocol):
         at_once: bool,
     ) -> Receive:
         """Returns rows to their tokens; `inputs` is None only together with `call.error`."""
+
+    def refuse(self, shape: Shape | None, tag: int, call: Call) -> NoReturn:
+        """Raises `call.error` where this rank has no plan to take part with, and tells the peers
+        where they can be told.
+
+        Args:
+            shape: what the peers probably use; None: nothing has been dispatched yet.
+        """
 
     def combine_buffer(self, shape: Shape, plan: Any, device: torch.device) -> Tensor:
         """[L, N, H] bf16 for the expert rows of a dispatch, to be combined with `zero_copy`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -163,6 +163,16 @@ class CudaLowLatencyBackend:
             elif inputs.zero_copy:  # with signals, rows are sent one by one
                 tensors.expert_out = self._expert_out.sent(inputs.x, self._sent + 1)
         return self._start(self._comm.combine, shape, tag, tensors, call, kept, at_once)
+
+    def refuse(self, shape: Shape | None, tag: int, call: Call) -> NoReturn:
+        """Peers are not told of an OrderError: a rank that is out of turn, as all of them mostly
+        are then, can go on, and its buffer is in use."""
+        assert call.error is not None
+        if shape is not None and not isinstance(call.error, OrderError):
+            nothing = torch.zeros(shape.num_experts, dtype=torch.int64, device=self._device)
+            plan = CudaLowLatencyPlan(nothing, nothing, nothing, 0)
+            self.combine(shape, tag, plan, None, call, at_once=False)  # raises it
+        raise call.error
 
     def combine_buffer(
         self, shape: Shape, plan: CudaLowLatencyPlan, device: torch.device

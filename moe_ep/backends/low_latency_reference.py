@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -161,6 +161,14 @@ class ReferenceLowLatencyBackend:
                 receive()  # raises the error
             raise call.error
         return receive
+
+    def refuse(self, shape: Shape | None, tag: int, call: Call) -> NoReturn:
+        """Where all ranks do, they can go on; else everything stops."""
+        self.check(call)
+        assert call.error is not None
+        with suppress(PeerTimeoutError):  # what follows from the mistake is no news to this rank
+            Round(self._channel, call, f"{call.phase} refused").finish()
+        raise call.error
 
     def combine_buffer(self, shape: Shape, plan: Any, device: torch.device) -> Tensor:
         local, rows = shape.num_experts // self.size, shape.num_rows(self.size)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from moe_ep.backends.base import Call
+from moe_ep.backends.low_latency_base import Shape
 from moe_ep.backends.low_latency_cuda import CudaLowLatencyBackend
 from moe_ep.errors import OrderError, PeerTimeoutError
 
@@ -39,6 +44,21 @@ def test_a_peer_that_did_not_come(phase: str, expected: int, seen: int) -> None:
     error = told(phase, expected, seen)
     assert isinstance(error, PeerTimeoutError)
     assert "rank 3 did not reach this operation" in str(error)
+
+
+def test_calls_that_the_peers_are_told_of() -> None:
+    """Of a handle that is none, in place of rows; not of a call out of turn."""
+    backend: Any = object.__new__(CudaLowLatencyBackend)
+    backend._device, backend.combine = torch.device("cpu"), mock.Mock()
+    shape, out_of_turn, no_handle = Shape(8, 128, 4, 2, False), OrderError("hook"), TypeError("h")
+    with pytest.raises(OrderError):
+        backend.refuse(shape, 3, Call(7, "low_latency_combine", 2.0, out_of_turn))
+    backend.combine.assert_not_called()
+    call = Call(8, "low_latency_combine", 2.0, no_handle)
+    with pytest.raises(TypeError):
+        backend.refuse(shape, 3, call)
+    backend.combine.assert_called_once_with(shape, 3, mock.ANY, None, call, at_once=False)
+    assert backend.combine.call_args[0][2].layout_range.tolist() == [0, 0, 0, 0]
 
 
 def test_another_shape() -> None:

@@ -66,3 +66,19 @@ def test_arguments(name: str) -> None:
 
 def test_the_size_hint_needs_no_object() -> None:
     assert Buffer.get_low_latency_rdma_size_hint(1, 128, 1, 1) > 2 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "words"),
+    [
+        ((8.5, 128, 2, 4), TypeError, "num_max_dispatch_tokens_per_rank is a float"),
+        ((-8, 128, 2, 4), ValueError, "num_max_dispatch_tokens_per_rank=-8"),
+        ((8, 0, 2, 4), ValueError, "hidden=0"),
+        ((8, 128, 0, 4), ValueError, "num_ranks=0"),
+        ((8, 128, 2, 4.0), TypeError, "num_experts is a float"),
+        ((8, 128, 3, 4), ValueError, "num_experts=4"),
+    ],
+)
+def test_sizes_that_are_none(sizes: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Buffer.get_low_latency_rdma_size_hint(*sizes)
