@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_ep import buffer_checks as checks
 from moe_ep import buffer_verbs as verbs
 from moe_ep.buffer_verbs import Handle, Rows
+from moe_ep.eager import eager
 from moe_ep.events import CommStream, EventHandle, EventOverlap
 from moe_ep.low_latency import LowLatencyVerbs
 from moe_ep.low_latency_exchange import LowLatency
@@ -201,7 +202,7 @@ class Buffer(LowLatencyVerbs):
 
     # -- verbs ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @eager
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -234,7 +235,7 @@ class Buffer(LowLatencyVerbs):
         per_rank, per_expert, in_rank = layout
         return per_rank, None, per_expert, in_rank, event
 
-    @torch.no_grad()
+    @eager
     def dispatch(
         self,
         x: Rows,
@@ -316,7 +317,7 @@ class Buffer(LowLatencyVerbs):
         )
         return (*output, event)
 
-    @torch.no_grad()
+    @eager
     def combine(
         self,
         x: Tensor,

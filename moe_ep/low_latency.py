@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_ep import low_latency_checks as checks
 from moe_ep.backends.low_latency_base import Receive, Result
+from moe_ep.eager import eager
 from moe_ep.errors import OrderError
 from moe_ep.events import CommStream, EventOverlap
 from moe_ep.low_latency_exchange import LowLatency, LowLatencyHandle
@@ -53,7 +53,7 @@ class LowLatencyVerbs:
         """Does nothing, whatever `num_max_dispatch_tokens_per_rank`, `hidden` and `num_experts`:
         signals carry the number of their operation."""
 
-    @torch.no_grad()
+    @eager
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -133,7 +133,7 @@ class LowLatencyVerbs:
         rows, scales, count = tensors
         return (rows if scales is None else (rows, scales)), count, handle, event, hook
 
-    @torch.no_grad()
+    @eager
     def low_latency_combine(
         self,
         x: Tensor,

@@ -55,6 +55,36 @@ def test_handles_in_any_order() -> None:
     run_ranks(in_environment, 2, _order)
 
 
+def _compiled(rank: int) -> None:
+    """torch.compile ends a graph before a verb and goes on after it."""
+    hint = Buffer.get_low_latency_rdma_size_hint(8, 128, 1, 4)
+    buffer = Buffer(dist.group.WORLD, 0, hint, low_latency_mode=True)
+
+    def throughput(x: torch.Tensor) -> torch.Tensor:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 4)
+        rows, _, _, _, handle, _ = buffer.dispatch(
+            2 * x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        return buffer.combine(rows + 1, handle)[0] - 1
+
+    def low_latency(x: torch.Tensor) -> torch.Tensor:
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(2 * x, idx, 8, 4, use_fp8=False)
+        return buffer.low_latency_combine(rows + 1, idx, torch.ones(5, 1), handle)[0] - 1
+
+    x, idx = torch.arange(5.0).bfloat16().unsqueeze(1).repeat(1, 128), torch.zeros(5, 1).long()
+    for step in (throughput, low_latency):
+        compiled = torch.compile(step, backend="eager")
+        assert torch.equal(compiled(x), 2 * x)
+        assert torch.equal(compiled(x + 1), 2 * x + 2)
+
+
+def test_verbs_in_compiled_code() -> None:
+    run_ranks(in_environment, 1, _compiled)
+
+
 def _construction(rank: int) -> None:
     world = dist.group.WORLD
     with pytest.raises(ValueError, match="group"):
