@@ -65,7 +65,7 @@ class Buffer(LowLatencyVerbs):
     """Expert-parallel dispatch and combine of one process group, with DeepEP's interface.
 
     Construction is collective, and so are `dispatch` and `combine`: all ranks call them in one
-    order, with rows of one shape. Results are not differentiable. Tensors of a call are strided and
+    order, with rows of one shape. Results are not differentiable. Tensors of a call are dense and
     on one device: on a GPU, or anywhere with backend reference. Symmetric memory grows to what is
     dispatched; all waits for peers are bounded (`MOE_EP_TIMEOUT_S`).
 

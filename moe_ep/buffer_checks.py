@@ -210,6 +210,8 @@ def _check_tensor(
         raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} is {value.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    if value.layout is not torch.strided or value.is_nested:
+        raise ValueError(f"{name} is sparse or nested; it must be dense")
     check_place(name, value, device)
     if dimensions is not None and value.dim() != dimensions:
         raise ValueError(f"{name} is {_shape(value)}; it must have {dimensions} dimensions")
@@ -217,8 +219,6 @@ def _check_tensor(
 
 def check_place(name: str, tensor: Tensor, device: torch.device | None) -> None:
     """device: None: any that has data."""
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"{name} is {tensor.layout}; it must be {torch.strided}")
     place = tensor.device
     if place.type not in ("cpu", "cuda") if device is None else place != device:
         hint = "; MOE_EP_BACKEND=reference takes CPU tensors" if place.type == "cpu" else ""

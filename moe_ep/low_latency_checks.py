@@ -27,6 +27,7 @@ from moe_ep.layout import FP8_BLOCK
 
 _COLUMN_MULTIPLE = ROW_ALIGNMENT // torch.bfloat16.itemsize
 _INDEX_DTYPES = (torch.int64, torch.int32)
+_STRIDED = torch.strided
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -107,13 +108,15 @@ def num_equal(
         (
             isinstance(max_tokens, int) and max_tokens == shape.max_tokens,
             isinstance(num_experts, int) and num_experts == shape.num_experts,
-            isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == shape.hidden,
-            isinstance(topk_idx, Tensor)
-            and topk_idx.dim() == 2
-            and topk_idx.shape[1] == shape.num_slots,
+            _is_table(x) and x.shape[1] == shape.hidden,
+            _is_table(topk_idx) and topk_idx.shape[1] == shape.num_slots,
             bool(use_fp8) == shape.fp8,
         )
     )
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_nested and value.dim() == 2
 
 
 def outgoing(
@@ -275,6 +278,8 @@ def _check_tensor(
 def _check_dimensions(name: str, value: Any, dimensions: int) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
+    if value.layout is not _STRIDED or value.is_nested:  # it may have no shape
+        raise ValueError(f"{name} is sparse or nested; it must be dense")
     if value.dim() != dimensions:
         raise ValueError(f"{name} is {list(value.shape)}; it must have {dimensions} dimensions")
 

@@ -67,7 +67,12 @@ BAD: dict[str, tuple[Change, type[Exception], tuple[str, ...]]] = {
     "no worst": (lambda a: {"num_worst_tokens": None}, TypeError, ("num_worst_tokens", "NoneType")),
     "half a row": (lambda a: {"num_worst_tokens": 0.5}, TypeError, ("num_worst_tokens", "float")),
     "config": (lambda a: {"config": 20}, TypeError, ("config is a int",)),
-    "sparse": (lambda a: {"x": a["x"].to_sparse()}, ValueError, ("x is torch.sparse_coo",)),
+    "sparse": (lambda a: {"x": a["x"].to_sparse()}, ValueError, ("x is sparse or nested",)),
+    "nested": (
+        lambda a: {"x": torch.nested.nested_tensor([*a["x"]])},
+        ValueError,
+        ("x is sparse",),
+    ),
 }
 # Tensors without data, of which torch itself complains where they are used.
 BAD |= {

@@ -31,7 +31,12 @@ def _misfits(rank: int) -> None:
         ({"x": None}, TypeError, "NoneType"),
         ({"x": x[:, :252]}, ValueError, "hidden=252"),
         ({"x": x.to("meta")}, ValueError, "x is on meta; it must be on cpu or cuda"),
-        ({"x": x.to_sparse()}, ValueError, "x is torch.sparse_coo"),
+        ({"x": x.to_sparse()}, ValueError, "x is sparse or nested"),
+        (
+            {"topk_idx": torch.nested.nested_tensor([*idx])},
+            ValueError,
+            "topk_idx is sparse or nested",
+        ),
         ({"topk_idx": idx.to("meta")}, ValueError, "topk_idx is on meta; it must be on cpu"),
         (FLOAT_LIMIT, TypeError, "num_max_dispatch_tokens_per_rank is a float"),
         (FLOAT_EXPERTS, TypeError, "num_experts is a float"),
