@@ -19,6 +19,9 @@ DTYPES = {
 }
 """The dtypes of x that each `dispatch.dtype` takes."""
 
+_INDEX_DTYPES = (torch.int32, torch.int64)
+_STRIDED = torch.strided
+
 
 def check_device(device: torch.device | None, x: Any) -> Exception | None:
     if device is None or not isinstance(x, Tensor) or x.device == device:
@@ -26,6 +29,23 @@ def check_device(device: torch.device | None, x: Any) -> Exception | None:
     return ValueError(
         f"the tensor is on {x.device}, this object's backend works on {device}; move it there, or "
         "set backend: reference"
+    )
+
+
+def _check_place(what: str, tensor: Tensor, device: torch.device | None) -> Exception | None:
+    """Before a shape or a value is read, which torch refuses with errors of its own.
+
+    what: with its verb. device: where it must be; None: anywhere, the backend moves it.
+    """
+    if tensor.layout is not _STRIDED or tensor.is_nested:
+        return ValueError(f"{what} sparse or nested; only dense tensors are taken")
+    if device is None:
+        return ValueError(f"{what} on meta, without values") if tensor.is_meta else None
+    if tensor.device == device:
+        return None
+    return ValueError(
+        f"{what} on {tensor.device}, but this object's backend, or the tokens of this dispatch, "
+        f"on {device}; all must be on one device"
     )
 
 
@@ -39,29 +59,43 @@ def check_tokens(
     if x.dtype not in allowed:
         names = ", ".join(map(str, allowed))
         return TypeError(f"x is {x.dtype}; dispatch.dtype {layout.dispatch.dtype} takes {names}")
+    problem = _check_place("x is", x, device)
+    if problem is not None:
+        return problem
     shape = x.shape
     if len(shape) != 2 or shape[1] != layout.model.hidden:
         return ValueError(f"x is {_shape(x)}; it must be [T, {layout.model.hidden}]")
     limit = layout.tokens_per_rank
     if limit is not None and shape[0] > limit:
         return ValueError(f"x has {shape[0]} tokens; tokens_per_rank={limit}")
-    problem = check_device(device, x)
-    if problem is not None or dequantize:
-        return problem
+    if dequantize:
+        return None
     if layout.dispatch.dtype != "fp8_e4m3" or x.requires_grad:
         return ValueError("dequantize=False needs dispatch.dtype fp8_e4m3 and no gradient of x")
     return None
 
 
-def check_indices(layout: EPLayout, x: Tensor, topk_idx: Any, values: bool) -> Exception | None:
-    """`values`: look at the indices too, not only at their dtype and shape."""
+def check_routing(
+    layout: EPLayout,
+    device: torch.device | None,
+    num_tokens: int,
+    topk_idx: Any,
+    topk_weights: Any,
+    values: bool,
+) -> Exception | None:
+    """`values`: look at the indices too, not only at their dtype, place and shape."""
     if not isinstance(topk_idx, Tensor):
         return _no_tensor("topk_idx", topk_idx)
-    if topk_idx.dtype not in (torch.int32, torch.int64):
+    if topk_idx.dtype not in _INDEX_DTYPES:
         return TypeError(f"topk_idx is {topk_idx.dtype}; it must be int32 or int64")
+    problem = _check_place("topk_idx is", topk_idx, device)
+    if problem is not None:
+        return problem
     shape = topk_idx.shape
-    if len(shape) != 2 or shape[0] != x.shape[0]:
-        return ValueError(f"topk_idx {_shape(topk_idx)} does not fit x {_shape(x)}")
+    if len(shape) != 2 or shape[0] != num_tokens:
+        return ValueError(
+            f"topk_idx {list(shape)} does not fit x [{num_tokens}, {layout.model.hidden}]"
+        )
     if not 1 <= shape[1] <= layout.model.top_k:
         return ValueError(
             f"topk_idx has {shape[1]} slots a token; model.top_k={layout.model.top_k}"
@@ -73,13 +107,16 @@ def check_indices(layout: EPLayout, x: Tensor, topk_idx: Any, values: bool) -> E
                 f"topk_idx holds {low if low < -1 else high}; valid are -1 (unused) and "
                 f"0 to {layout.model.num_experts - 1}"
             )
-    return None
+    return check_weights(device, topk_weights, shape)
 
 
 def check_rows(layout: EPLayout, rows: Any, handle: DispatchHandle) -> Exception | None:
     expected = (handle.num_rows, layout.model.hidden)
     if not isinstance(rows, Tensor):
         return _no_tensor("rows", rows)
+    problem = _check_place("rows are", rows, handle.device)
+    if problem is not None:
+        return problem
     if rows.shape != expected:
         return ValueError(f"rows are {_shape(rows)}; this dispatch returned {list(expected)}")
     if rows.dtype != handle.dtype:
@@ -87,13 +124,18 @@ def check_rows(layout: EPLayout, rows: Any, handle: DispatchHandle) -> Exception
     return None
 
 
-def check_weights(weights: Any, shape: tuple[int, ...]) -> Exception | None:
+def check_weights(
+    device: torch.device | None, weights: Any, shape: tuple[int, ...]
+) -> Exception | None:
     if weights is None:
         return None
     if not isinstance(weights, Tensor):
         return _no_tensor("weights", weights)
     if not weights.is_floating_point():
         return TypeError(f"weights are {weights.dtype}; they must be floating point")
+    problem = _check_place("weights are", weights, device)
+    if problem is not None:
+        return problem
     if weights.shape != shape:
         return ValueError(f"weights are {_shape(weights)}; they must be {list(shape)}")
     return None

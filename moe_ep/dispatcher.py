@@ -12,13 +12,7 @@ from torch import Tensor
 from moe_ep import backends, env
 from moe_ep.autograd import Combine, Dispatch, Exchange, wants_gradient
 from moe_ep.backends.base import Call
-from moe_ep.checks import (
-    check_device,
-    check_indices,
-    check_rows,
-    check_tokens,
-    check_weights,
-)
+from moe_ep.checks import check_routing, check_rows, check_tokens, check_weights
 from moe_ep.errors import BrokenError, OrderError
 from moe_ep.events import CommStream, EventOverlap
 from moe_ep.handle import DispatchHandle, DispatchResult
@@ -281,10 +275,9 @@ class ExpertParallel(Measured):
         if call.error is not None:
             self.backend.refuse(call)
         plan = handle.plan
-        call.error = (
-            check_rows(self.layout, rows, handle)
-            or check_device(self.backend.device, rows)
-            or check_weights(weights, (plan.num_rows,))
+        beside = handle.device if self.backend.device is None else None  # else it moves weights
+        call.error = check_rows(self.layout, rows, handle) or check_weights(
+            beside, weights, (plan.num_rows,)
         )
         if call.error is not None:
             rows = self._zeros(handle, plan.num_rows)
@@ -338,11 +331,13 @@ class ExpertParallel(Measured):
     ) -> Exception | None:
         if topk_idx is None:
             return ValueError("dispatch takes topk_idx or a handle; it got neither")
-        values = not self.backend.checks_indices
+        device, values = self.backend.device, not self.backend.checks_indices
+        problem = check_tokens(self.layout, device, x, dequantize)
+        if problem is not None:
+            return problem
+        beside = x.device if device is None else None  # a backend with a device moves the others
         return (
-            check_tokens(self.layout, self.backend.device, x, dequantize)
-            or check_indices(self.layout, x, topk_idx, values)
-            or check_weights(topk_weights, topk_idx.shape)
+            check_routing(self.layout, beside, x.shape[0], topk_idx, topk_weights, values)
             or self._check_in_flight()
         )
 
@@ -356,7 +351,7 @@ class ExpertParallel(Measured):
     ) -> Exception | None:
         if topk_idx is not None:
             return ValueError("dispatch takes topk_idx or a handle; it got both")
-        problem = check_tokens(self.layout, self.backend.device, x, dequantize)
+        problem = check_tokens(self.layout, handle.device, x, dequantize)
         if problem is not None:
             return problem
         if x.shape[0] != handle.num_tokens or x.dtype != handle.dtype:
@@ -365,7 +360,8 @@ class ExpertParallel(Measured):
                 f"{handle.dtype} with {handle.num_tokens}"
             )
         top_k = handle.plan.num_slots // self.layout.parallel.expert_tensor
-        return check_weights(topk_weights, (x.shape[0], top_k)) or self._check_in_flight()
+        beside = handle.device if self.backend.device is None else None
+        return check_weights(beside, topk_weights, (x.shape[0], top_k)) or self._check_in_flight()
 
     def _check_handle(self, handle: DispatchHandle) -> Exception | None:
         if not isinstance(handle, DispatchHandle):

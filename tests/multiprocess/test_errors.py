@@ -1,6 +1,7 @@
 """Bad input: the rank's own error, a PeerError that names it elsewhere, and life goes on."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ from moe_ep import (
 from moe_ep.testing import run_ranks
 
 X, IDX, W = torch.zeros(5, 128), torch.zeros(5, 2, dtype=torch.int64), torch.zeros(5, 2)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # nested tensors are a prototype
+    NESTED = torch.nested.nested_tensor([X])
 
 # what the bad rank passes -> (its error, words of the message)
 BAD_DISPATCHES: dict[str, tuple[tuple[Any, ...], type[Exception], tuple[str, ...]]] = {
@@ -36,6 +40,13 @@ BAD_DISPATCHES: dict[str, tuple[tuple[Any, ...], type[Exception], tuple[str, ...
     "shape of weights": ((X, IDX, W[:, :1]), ValueError, ("[5, 1]", "[5, 2]")),
     "dtype of weights": ((X, IDX, W.long()), TypeError, ("int64",)),
     "neither ids nor handle": ((X, None, None), ValueError, ("topk_idx",)),
+    "x without values": ((X.to("meta"), IDX, None), ValueError, ("x is on meta",)),
+    "ids without values": ((X, IDX.to("meta"), None), ValueError, ("topk_idx is on meta", "cpu")),
+    "weights elsewhere": ((X, IDX, W.to("meta")), ValueError, ("weights are on meta", "cpu")),
+    "sparse x": ((X.to_sparse(), IDX, None), ValueError, ("x is sparse",)),
+    "sparse ids": ((X, IDX.to_sparse(), None), ValueError, ("topk_idx is sparse",)),
+    "sparse weights": ((X, IDX, W.to_sparse()), ValueError, ("weights are sparse",)),
+    "nested x": ((NESTED, IDX, None), ValueError, ("nested",)),
 }
 NO_TENSORS: dict[str, tuple[tuple[Any, ...], type[Exception], tuple[str, ...]]] = {
     "x is a list": (([1.0], IDX, None), TypeError, ("list",)),
@@ -96,10 +107,18 @@ def _beside_a_handle(rank: int, bad: int, dtype: str, weighted: bool) -> None:
     expect("rows", lambda: ep.combine(short(rows), d.handle), ValueError, "128")
     expect("a list", lambda: ep.combine(bad_rows([1]), d.handle), TypeError, "list")
     expect("long", lambda: ep.combine(bad_rows(rows.long()), d.handle), TypeError, "int64")
+    expect("meta", lambda: ep.combine(bad_rows(rows.to("meta")), d.handle), ValueError, "meta")
+    expect("sparse", lambda: ep.combine(bad_rows(rows.to_sparse()), d.handle), ValueError, "sparse")
+    elsewhere = x.to("meta") if rank == bad else x
+    expect("meta x", lambda: ep.dispatch(elsewhere, handle=d.handle), ValueError, "meta")
     if weighted:
         again = functools.partial(ep.dispatch, handle=d.handle)
         expect("x", lambda: again(short(x), topk_weights=w), ValueError, "handle")
         expect("weights", lambda: again(x, topk_weights=short(w)), ValueError, "weights")
+        weights = w.to_sparse() if rank == bad else w
+        expect("sparse", lambda: again(x, topk_weights=weights), ValueError, "sparse")
+        probs = d.probs.to("meta") if rank == bad else d.probs
+        expect("meta", lambda: ep.combine(rows, d.handle, probs), ValueError, "meta")
         expect("rows", lambda: ep.combine(short(rows), d.handle, d.probs), ValueError, "128")
         expect("probs", lambda: ep.combine(rows, d.handle, short(d.probs)), ValueError, "weights")
     torch.testing.assert_close(ep.combine(rows, d.handle), 2 * x, rtol=0.08, atol=0.02)
