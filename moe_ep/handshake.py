@@ -44,11 +44,11 @@ def handshake(
     assert len(data) == _FRAME_BYTES, f"a frame of {len(data)} bytes"
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(channel.device())
     frames = {peer: torch.empty_like(mine) for peer in range(channel.size) if peer != channel.rank}
-    exchange = Round(channel, call, "setup")
-    for peer in exchange.peers():
-        exchange.recv(peer, frames[peer])
-    for peer in exchange.peers():
-        exchange.send(peer, mine)
+    with Round(channel, call, "setup") as exchange:
+        for peer in exchange.peers():
+            exchange.recv(peer, frames[peer])
+        for peer in exchange.peers():
+            exchange.send(peer, mine)
     try:
         exchange.finish()
     except PeerError as error:  # a peer's layout does not fit: so the layouts differ, or all fail

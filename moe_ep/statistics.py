@@ -247,11 +247,11 @@ def _round(
     into: dict[int, torch.Tensor],
     mine: torch.Tensor,
 ) -> None:
-    exchange = Round(channel, call, f"{call.phase}.{what}")
-    for peer in exchange.peers():
-        exchange.recv(peer, into[peer])
-    for peer in exchange.peers():
-        exchange.send(peer, mine)
+    with Round(channel, call, f"{call.phase}.{what}") as exchange:
+        for peer in exchange.peers():
+            exchange.recv(peer, into[peer])
+        for peer in exchange.peers():
+            exchange.send(peer, mine)
     exchange.finish()
 
 

@@ -96,7 +96,10 @@ class _Message:
 
 
 class Round:
-    """One exchange: post every `send` and `recv`, then `finish`.
+    """One exchange: post every `send` and `recv` in a `with` block, then `finish`.
+
+    An exception in between (out of memory, say) leaves peers without their messages and messages
+    without their buffers: the channel is broken.
 
     Args:
         kind: what is exchanged (the phase, and whatever decides the sizes of messages). All ranks
@@ -116,11 +119,22 @@ class Round:
         self._tag = channel.begin(call)
         error = "" if call.error is None else f"{type(call.error).__name__}: {call.error}"
         mine = _pack(kind + _SEPARATOR + error).to(channel.device())
-        for peer in self.peers():
-            self._post(self._statuses, peer, torch.empty_like(mine), receives=True)
-        for peer in self.peers():
-            self._post(self._statuses, peer, mine, receives=False)
+        with self:
+            for peer in self.peers():
+                self._post(self._statuses, peer, torch.empty_like(mine), receives=True)
+            for peer in self.peers():
+                self._post(self._statuses, peer, mine, receives=False)
         self._tag |= 1 + zlib.crc32(kind.encode()) % ((1 << _STATUS_BITS) - 1)
+
+    def __enter__(self) -> Round:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not self.channel.broken:
+            self._fail(
+                f"{self.call.phase}, operation {self.call.operation}, was left halfway: "
+                f"{type(error).__name__}: {error}"
+            )
 
     def peers(self) -> list[int]:
         """The other ranks, each rank starting with its own successor: no rank is hit by all."""
@@ -142,11 +156,12 @@ class Round:
             OrderError: a peer is in another operation; the channel is broken.
             PeerError: a peer reported bad input. `call.error`: this rank's own.
         """
-        self._start_batch()
-        self.waited = self._wait(self._statuses)
-        theirs = {m.peer: _unpack(m.wire) for m in self._statuses if m.receives}
-        self._check_kinds(theirs)
-        self._wait(self._payload)
+        with self:
+            self._start_batch()
+            self.waited = self._wait(self._statuses)
+            theirs = {m.peer: _unpack(m.wire) for m in self._statuses if m.receives}
+            self._check_kinds(theirs)
+            self._wait(self._payload)
         for message in self._payload:
             if message.receives and message.tensor is not message.wire:
                 message.tensor.copy_(message.wire)
@@ -163,7 +178,7 @@ class Round:
             f"rank {rank} is in operation {call.operation}, {self.kind}, rank {peer} in "
             f"{different[peer]}: all ranks must make the same calls in the same order"
         )
-        self.channel.fail(message, [self._payload])
+        self._fail(message)
         self._raise_errors(theirs)
         raise OrderError(message)
 
@@ -241,8 +256,11 @@ class Round:
             what = f"lost its connection to {whom}"
             advice = f"the process of {whom} has probably ended: see its log"
         message = f"rank {rank} {what} in {call.phase}, operation {call.operation} ({advice})"
-        self.channel.fail(message, [self._statuses, self._payload, self._batch])
+        self._fail(message)
         return PeerTimeoutError(message)
+
+    def _fail(self, message: str) -> None:
+        self.channel.fail(message, [self._statuses, self._payload, self._batch])
 
 
 def exchange_json(
@@ -259,11 +277,11 @@ def exchange_json(
     mine = mine.to(channel.device())
     peers = [peer for peer in range(channel.size) if peer != channel.rank]
     frames = {peer: torch.empty_like(mine) for peer in peers}
-    exchange = Round(channel, call, kind)
-    for peer, frame in frames.items():
-        exchange.recv(peer, frame)
-    for peer in exchange.peers():
-        exchange.send(peer, mine)
+    with Round(channel, call, kind) as exchange:
+        for peer, frame in frames.items():
+            exchange.recv(peer, frame)
+        for peer in exchange.peers():
+            exchange.send(peer, mine)
     exchange.finish()
     frames[channel.rank] = mine
     return [json.loads(bytes(frames[rank].cpu().tolist())) for rank in range(channel.size)]

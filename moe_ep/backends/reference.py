@@ -89,12 +89,13 @@ class ReferenceBackend:
         device = self.channel.device()
         matrix = torch.empty(self.size, self.num_slots_total, dtype=torch.int64, device=device)
         matrix[self.rank] = counts
-        exchange = Round(self.channel, call, call.phase)
-        for peer in exchange.peers():
-            exchange.recv(peer, matrix[peer])
-        for peer in exchange.peers():
-            exchange.send(peer, matrix[self.rank])
-        order = None if topk_idx is None else torch.argsort(flat, stable=True)  # while they travel
+        with Round(self.channel, call, call.phase) as exchange:
+            for peer in exchange.peers():
+                exchange.recv(peer, matrix[peer])
+            for peer in exchange.peers():
+                exchange.send(peer, matrix[self.rank])
+            # While they travel:
+            order = None if topk_idx is None else torch.argsort(flat, stable=True)
         exchange.finish()
         self._counts_wait = exchange.waited
         assert topk_idx is not None and order is not None
@@ -183,31 +184,31 @@ class ReferenceBackend:
         for output in outputs:
             for first, count in plan.padding:
                 output[first : first + count].zero_()
-        exchange = Round(self.channel, call, _kind(plan, outputs, call))
-        packed: list[tuple[Tensor, list[Block], Tensor]] = []
-        for peer in exchange.peers():
-            blocks = plan.incoming[peer]
-            for number, output in enumerate(outputs):
-                if _travels_in_blocks(blocks, output):
-                    for first, count in blocks:
-                        exchange.recv(peer, output[first : first + count])
-                elif blocks:
-                    arriving = self._buffer(f"in {number} {peer}", _num_rows(blocks), output)
-                    exchange.recv(peer, arriving)
-                    packed.append((arriving, blocks, output))
-        for peer in exchange.peers():
-            blocks = plan.outgoing[peer]
-            for number, (column, index) in enumerate(sources):
-                leaving = self._buffer(f"out {number}", plan.num_sent, column)
-                in_blocks = _travels_in_blocks(blocks, column)
-                for first, count in blocks if in_blocks else _joined(blocks):
-                    rows = leaving[first : first + count]
-                    torch.index_select(column, 0, index[first : first + count], out=rows)
-                    exchange.send(peer, rows)
-        for (sent, count), (arrived, _) in plan.own_blocks(self.rank):
-            for (column, index), output in zip(sources, outputs, strict=True):
-                place = output[arrived : arrived + count]
-                torch.index_select(column, 0, index[sent : sent + count], out=place)
+        with Round(self.channel, call, _kind(plan, outputs, call)) as exchange:
+            packed: list[tuple[Tensor, list[Block], Tensor]] = []
+            for peer in exchange.peers():
+                blocks = plan.incoming[peer]
+                for number, output in enumerate(outputs):
+                    if _travels_in_blocks(blocks, output):
+                        for first, count in blocks:
+                            exchange.recv(peer, output[first : first + count])
+                    elif blocks:
+                        arriving = self._buffer(f"in {number} {peer}", _num_rows(blocks), output)
+                        exchange.recv(peer, arriving)
+                        packed.append((arriving, blocks, output))
+            for peer in exchange.peers():
+                blocks = plan.outgoing[peer]
+                for number, (column, index) in enumerate(sources):
+                    leaving = self._buffer(f"out {number}", plan.num_sent, column)
+                    in_blocks = _travels_in_blocks(blocks, column)
+                    for first, count in blocks if in_blocks else _joined(blocks):
+                        rows = leaving[first : first + count]
+                        torch.index_select(column, 0, index[first : first + count], out=rows)
+                        exchange.send(peer, rows)
+            for (sent, count), (arrived, _) in plan.own_blocks(self.rank):
+                for (column, index), output in zip(sources, outputs, strict=True):
+                    place = output[arrived : arrived + count]
+                    torch.index_select(column, 0, index[sent : sent + count], out=place)
         exchange.finish()
         self._rows_wait = exchange.waited
         for arriving, blocks, output in packed:
@@ -226,25 +227,25 @@ class ReferenceBackend:
         ]
         for output in outputs:
             output[-1].zero_()
-        exchange = Round(self.channel, call, _kind(plan, outputs, call))
-        for peer in exchange.peers():
-            blocks = plan.outgoing[peer]
-            for output in outputs:
-                in_blocks = _travels_in_blocks(blocks, output)
-                for first, count in blocks if in_blocks else _joined(blocks):
-                    exchange.recv(peer, output[first : first + count])
-        for peer in exchange.peers():
-            blocks = plan.incoming[peer]
-            for number, column in enumerate(columns):
-                parts = [column[first : first + count] for first, count in blocks]
-                if parts and not _travels_in_blocks(blocks, column):
-                    leaving = self._buffer(f"out {number} {peer}", _num_rows(blocks), column)
-                    parts = [torch.cat(parts, out=leaving)]
-                for part in parts:
-                    exchange.send(peer, part)
-        for (sent, count), (arrived, _) in plan.own_blocks(self.rank):
-            for column, output in zip(columns, outputs, strict=True):
-                output[sent : sent + count].copy_(column[arrived : arrived + count])
+        with Round(self.channel, call, _kind(plan, outputs, call)) as exchange:
+            for peer in exchange.peers():
+                blocks = plan.outgoing[peer]
+                for output in outputs:
+                    in_blocks = _travels_in_blocks(blocks, output)
+                    for first, count in blocks if in_blocks else _joined(blocks):
+                        exchange.recv(peer, output[first : first + count])
+            for peer in exchange.peers():
+                blocks = plan.incoming[peer]
+                for number, column in enumerate(columns):
+                    parts = [column[first : first + count] for first, count in blocks]
+                    if parts and not _travels_in_blocks(blocks, column):
+                        leaving = self._buffer(f"out {number} {peer}", _num_rows(blocks), column)
+                        parts = [torch.cat(parts, out=leaving)]
+                    for part in parts:
+                        exchange.send(peer, part)
+            for (sent, count), (arrived, _) in plan.own_blocks(self.rank):
+                for column, output in zip(columns, outputs, strict=True):
+                    output[sent : sent + count].copy_(column[arrived : arrived + count])
         exchange.finish()
         self._rows_wait = exchange.waited
         return outputs

@@ -141,6 +141,39 @@ def test_case_09_a_rank_dies() -> None:
         assert any("to rank 1 in" in e or "for rank 1 in" in e for e in errors), errors
 
 
+def _out_of_memory(rank: int, phase: str) -> tuple[list[str], float]:
+    """Both ranks run out of memory while their messages travel, in the given phase."""
+    ep = ExpertParallel(make_layout(2))
+    x, idx = torch.ones(3, 128), torch.tensor([[0, 2]] * 3)
+    d = ep.dispatch(x, idx)
+    name = {"dispatch.metadata": "argsort", "dispatch.rows": "index_select"}.get(phase, "cat")
+
+    def no_memory(*_args: Any, **_kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left")
+
+    setattr(torch, name, no_memory)
+    messages = []
+    started = time.monotonic()
+    for kind in (torch.OutOfMemoryError, BrokenError):
+        try:
+            if phase == "combine.rows":
+                ep.combine(d.tokens, d.handle)
+            else:
+                ep.dispatch(x, idx)
+        except kind as error:
+            messages.append(str(error))
+    return messages, time.monotonic() - started
+
+
+def test_an_error_between_messages_breaks_the_object() -> None:
+    """The next call says why, at once, and blames no peer."""
+    for phase in ("dispatch.metadata", "dispatch.rows", "combine.rows"):
+        for messages, seconds in run_ranks(_out_of_memory, 2, phase, limit_s=30):
+            assert len(messages) == 2 and seconds < 2, (phase, messages, seconds)
+            assert f"{phase}, operation 2, was left halfway" in messages[1], messages
+            assert "OutOfMemoryError: no memory left" in messages[1], messages
+
+
 def _ends(rank: int, how: str) -> str:
     layout = make_layout(2, timeouts__first_s=30.0)
     ep = ExpertParallel(layout)
