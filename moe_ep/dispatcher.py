@@ -8,9 +8,10 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from moe_ep import backends, env
-from moe_ep.autograd import Combine, Dispatch, Exchange, wants_gradient
+from moe_ep.autograd import Combine, Dispatch, Exchange, untraced, wants_gradient
 from moe_ep.backends.base import Call
 from moe_ep.checks import check_routing, check_rows, check_tokens, check_weights
 from moe_ep.errors import BrokenError, OrderError
@@ -28,6 +29,7 @@ class ExpertParallel(Measured):
 
     Construction is collective: every rank of `group` must take part, and all must hold the same
     layout. So are `dispatch`, `combine` and their backwards: all ranks call them in one order.
+    torch.compile breaks its graph at the verbs, which run as without it.
 
     Args:
         layout: what is exchanged; see EPLayout.
@@ -108,6 +110,10 @@ class ExpertParallel(Measured):
             CapacityError: more rows than `dispatch.capacity`, on any rank.
             PeerTimeoutError: a rank did not come in time. The object is broken from then on.
         """
+        if is_dynamo_compiling():
+            events = {"previous_event": previous_event, "async_finish": async_finish}
+            options = {"handle": handle, "dequantize": dequantize, "layer": layer, **events}
+            return untraced(self.dispatch, x, topk_idx, topk_weights, **options)
         call = self._call("dispatch.rows")
         try:
             (handle, (tokens, scales, row_probs)), event = self._comm_stream.run(
@@ -172,6 +178,9 @@ class ExpertParallel(Measured):
             PeerError, PeerTimeoutError: as for `dispatch`. On backend cuda peers get the PeerError
                 at a later call, and the object is broken on all ranks.
         """
+        if is_dynamo_compiling():
+            events = {"previous_event": previous_event, "async_finish": async_finish}
+            return untraced(self.combine, rows, handle, weights, **events)
         call = self._call("combine.rows")
         try:
             out, event = self._comm_stream.run(

@@ -266,3 +266,32 @@ def _half_types(rank: int) -> None:
 
 def test_half_precision_rounds_once() -> None:
     run_ranks(_half_types, 2)
+
+
+def _compiled(rank: int) -> None:
+    ep = ExpertParallel(make_layout(2))
+
+    def layer(x, idx, weights):  # type: ignore[no-untyped-def]
+        d = ep.dispatch(x * 1.5, idx, weights, layer=rank)
+        rows = torch.relu(d.tokens) * d.tokens_per_expert.sum()
+        out, event = ep.combine(rows, d.handle, d.probs, previous_event=d.event, async_finish=True)
+        event.current_stream_wait()
+        return out * 3
+
+    for backend in ("eager", "aot_eager"):
+        compiled = torch.compile(layer, backend=backend)
+        for seed in range(2):  # other numbers of tokens and of the operation
+            problem = Problem(ep.layout, seed, [5 - seed, 2 * seed], unused=0.2)
+            results = []
+            for run in (layer, compiled):
+                x = problem.x[rank].float().requires_grad_()
+                weights = problem.weights[rank].float().requires_grad_()
+                out = run(x, problem.idx[rank], weights)
+                out.square().sum().backward()
+                results.append((out.detach(), x.grad, weights.grad))
+            for plain, traced in zip(*results, strict=True):
+                assert torch.equal(plain, traced), (backend, seed)
+
+
+def test_torch_compile_around_the_verbs() -> None:
+    run_ranks(_compiled, 2)
