@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ep.events import EventOverlap
 from moe_ep.handle import DispatchHandle
 from moe_ep.layout import EPLayout
 
@@ -139,6 +140,12 @@ def check_weights(
     if weights.shape != shape:
         return ValueError(f"weights are {_shape(weights)}; they must be {list(shape)}")
     return None
+
+
+def check_event(event: Any) -> Exception | None:
+    if isinstance(event, EventOverlap):
+        return None
+    return TypeError(f"previous_event is a {type(event).__name__}, not an EventOverlap")
 
 
 def _shape(tensor: Tensor) -> str:

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from moe_ep import backends, env
 from moe_ep.autograd import Combine, Dispatch, Exchange, untraced, wants_gradient
 from moe_ep.backends.base import Call
-from moe_ep.checks import check_routing, check_rows, check_tokens, check_weights
+from moe_ep.checks import check_event, check_routing, check_rows, check_tokens, check_weights
 from moe_ep.errors import BrokenError, OrderError
 from moe_ep.events import CommStream, EventOverlap
 from moe_ep.handle import DispatchHandle, DispatchResult
@@ -114,12 +114,12 @@ class ExpertParallel(Measured):
             events = {"previous_event": previous_event, "async_finish": async_finish}
             options = {"handle": handle, "dequantize": dequantize, "layer": layer, **events}
             return untraced(self.dispatch, x, topk_idx, topk_weights, **options)
-        call = self._call("dispatch.rows")
+        call = self._call("dispatch.rows", previous_event)
         try:
             (handle, (tokens, scales, row_probs)), event = self._comm_stream.run(
                 lambda: self._dispatch(x, topk_idx, topk_weights, handle, dequantize, layer, call),
                 (x, topk_idx, topk_weights),
-                previous_event=previous_event,
+                previous_event=None if call.error else previous_event,
                 async_finish=async_finish,
             )
         finally:
@@ -181,12 +181,12 @@ class ExpertParallel(Measured):
         if is_dynamo_compiling():
             events = {"previous_event": previous_event, "async_finish": async_finish}
             return untraced(self.combine, rows, handle, weights, **events)
-        call = self._call("combine.rows")
+        call = self._call("combine.rows", previous_event)
         try:
             out, event = self._comm_stream.run(
                 lambda: self._combine(rows, handle, weights, call),
                 (rows, weights),
-                previous_event=previous_event,
+                previous_event=None if call.error else previous_event,
                 async_finish=async_finish,
             )
         finally:
@@ -249,7 +249,7 @@ class ExpertParallel(Measured):
         probs = topk_weights
         if handle is None:
             call.phase = "dispatch.metadata"
-            call.error = self._check_routing(x, topk_idx, topk_weights, dequantize)
+            call.error = call.error or self._check_routing(x, topk_idx, topk_weights, dequantize)
             slots = None
             if call.error is None:
                 slots = self._expert_slots(topk_idx)
@@ -259,10 +259,12 @@ class ExpertParallel(Measured):
             handle = DispatchHandle(plan, x.dtype, x.device, self, layer=layer)
             self._handles.add(handle)
         else:
-            call.error = self._check_handle(handle)
+            bad_event, call.error = call.error, self._check_handle(handle)
             if call.error is not None:
                 self.backend.refuse(call)
-            call.error = self._check_again(x, topk_idx, topk_weights, handle, dequantize)
+            call.error = bad_event or self._check_again(
+                x, topk_idx, topk_weights, handle, dequantize
+            )
             plan = handle.plan
             if call.error is not None:
                 # Peers expect this rank's rows: they get zeros, and the error beside them.
@@ -280,13 +282,15 @@ class ExpertParallel(Measured):
     def _combine(
         self, rows: Tensor, handle: DispatchHandle, weights: Tensor | None, call: Call
     ) -> Tensor:
-        call.error = self._check_handle(handle)
+        bad_event, call.error = call.error, self._check_handle(handle)
         if call.error is not None:
             self.backend.refuse(call)
         plan = handle.plan
         beside = handle.device if self.backend.device is None else None  # else it moves weights
-        call.error = check_rows(self.layout, rows, handle) or check_weights(
-            beside, weights, (plan.num_rows,)
+        call.error = (
+            bad_event
+            or check_rows(self.layout, rows, handle)
+            or check_weights(beside, weights, (plan.num_rows,))
         )
         if call.error is not None:
             rows = self._zeros(handle, plan.num_rows)
@@ -299,13 +303,14 @@ class ExpertParallel(Measured):
             return out
         return backend.combine(plan, rows, call, weights=weights)[0]
 
-    def _call(self, phase: str) -> Call:
+    def _call(self, phase: str, event: EventOverlap | None = None) -> Call:
         if self._destroyed:
             raise BrokenError(f"rank {self.rank}: {phase} after destroy()")
         self.operations += 1
         timeouts = self._timeouts
         seconds = timeouts.first_s if self.operations == 1 else timeouts.steady_s
-        return Call(self.operations, phase, seconds)
+        problem = None if event is None else check_event(event)
+        return Call(self.operations, phase, seconds, problem)
 
     def _zeros(self, handle: DispatchHandle, num_rows: int) -> Tensor:
         size = (num_rows, self.layout.model.hidden)

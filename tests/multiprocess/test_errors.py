@@ -109,6 +109,14 @@ def _beside_a_handle(rank: int, bad: int, dtype: str, weighted: bool) -> None:
     expect("long", lambda: ep.combine(bad_rows(rows.long()), d.handle), TypeError, "int64")
     expect("meta", lambda: ep.combine(bad_rows(rows.to("meta")), d.handle), ValueError, "meta")
     expect("sparse", lambda: ep.combine(bad_rows(rows.to_sparse()), d.handle), ValueError, "sparse")
+    event = x if rank == bad else None
+    idx = problem.idx[rank]
+    for name, action in (
+        ("event", lambda: ep.dispatch(x, idx, previous_event=event)),
+        ("event beside a handle", lambda: ep.dispatch(x, handle=d.handle, previous_event=event)),
+        ("event of combine", lambda: ep.combine(rows, d.handle, previous_event=event)),
+    ):
+        expect(name, action, TypeError, "previous_event is a Tensor")
     elsewhere = x.to("meta") if rank == bad else x
     expect("meta x", lambda: ep.dispatch(elsewhere, handle=d.handle), ValueError, "meta")
     if weighted:
