@@ -274,4 +274,4 @@ def _wait_per_dispatch(total: LayerStatistics) -> float:
 
 def _natural(name: str) -> tuple[Iterable[Any], str]:
     """Layer 10 after layer 9."""
-    return (0, int(name)) if name.isdigit() else (1, 0), name
+    return (0, int(name)) if name.isdecimal() else (1, 0), name

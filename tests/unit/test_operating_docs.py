@@ -40,6 +40,8 @@ def test_numbers_without_any_call() -> None:
 def test_layers_in_the_order_of_their_numbers() -> None:
     assert group(1).layers == ["9", "12"]
     assert group(2).imbalance("12") == 1.5
+    layers = {name: LayerStatistics([0]) for name in ("²", "10", "9", "a")}  # ² is a digit, too
+    assert GroupStatistics([Statistics(0, 1, layers)]).layers == ["9", "10", "a", "²"]
     assert all(f"`{verb}`" in TEXT for verb in VERBS)
 
 
