@@ -51,12 +51,19 @@ class Channel:
         self.size = dist.get_world_size(group)
         self.number = number
         self.rounds = 0
+        self._global_ranks = dist.get_process_group_ranks(group)
         self._broken: str | None = None
         self._lost: list[Any] = []
 
     def group_rank(self, peer: int) -> int:
         """A rank of this channel as a rank of its group."""
         return peer
+
+    def name(self, peer: int) -> str:
+        """A rank of this channel, for messages: whose log to open, where groups count anew."""
+        rank = self.group_rank(peer)
+        global_rank = self._global_ranks[rank]
+        return f"rank {rank}" if global_rank == rank else f"rank {rank} (global rank {global_rank})"
 
     def device(self) -> torch.device:
         """A device whose tensors this channel sends without a detour."""
@@ -68,8 +75,9 @@ class Channel:
         """Counts a new round and returns its message tag, status bits zero."""
         if self._broken:
             raise BrokenError(
-                f"rank {self.rank}: {call.phase}, operation {call.operation}: this object stopped "
-                f"after an earlier fault ({self._broken}); build a new one on a new process group"
+                f"{self.name(self.rank)}: {call.phase}, operation {call.operation}: this object "
+                f"stopped after an earlier fault ({self._broken}); build a new one on a new "
+                "process group"
             )
         self.rounds += 1
         channel = self.number % (1 << _CHANNEL_BITS)
@@ -172,11 +180,11 @@ class Round:
         different = {peer: kind for peer, (kind, _) in theirs.items() if kind != self.kind}
         if not different:
             return
-        rank, call = self.channel.rank, self.call
-        peer = min(different)
+        channel, call, peer = self.channel, self.call, min(different)
         message = (
-            f"rank {rank} is in operation {call.operation}, {self.kind}, rank {peer} in "
-            f"{different[peer]}: all ranks must make the same calls in the same order"
+            f"{channel.name(channel.rank)} is in operation {call.operation}, {self.kind}, "
+            f"{channel.name(peer)} in {different[peer]}: all ranks must make the same calls in "
+            "the same order"
         )
         self._fail(message)
         self._raise_errors(theirs)
@@ -185,11 +193,12 @@ class Round:
     def _raise_errors(self, theirs: dict[int, tuple[str, str]]) -> None:
         if self.call.error is not None:
             raise self.call.error
+        channel = self.channel
         for peer in sorted(theirs):
             if theirs[peer][1]:
                 raise PeerError(
-                    f"rank {self.channel.rank}: rank {peer} gave bad input to {self.call.phase}, "
-                    f"operation {self.call.operation}: {theirs[peer][1]}"
+                    f"{channel.name(channel.rank)}: {channel.name(peer)} gave bad input to "
+                    f"{self.call.phase}, operation {self.call.operation}: {theirs[peer][1]}"
                 )
 
     def _post(self, messages: list[_Message], peer: int, tensor: Tensor, receives: bool) -> None:
@@ -244,8 +253,8 @@ class Round:
             work.wait()
 
     def _failure(self, peer: int | None, error: RuntimeError) -> PeerTimeoutError:
-        rank, call = self.channel.group_rank(self.channel.rank), self.call
-        whom = "a peer" if peer is None else f"rank {self.channel.group_rank(peer)}"
+        who, call = self.channel.name(self.channel.rank), self.call
+        whom = "a peer" if peer is None else self.channel.name(peer)
         if time.monotonic() >= self.deadline or "Timed out" in str(error):
             what = f"waited {call.timeout_s:g} s for {whom}"
             advice = (
@@ -255,7 +264,7 @@ class Round:
         else:
             what = f"lost its connection to {whom}"
             advice = f"the process of {whom} has probably ended: see its log"
-        message = f"rank {rank} {what} in {call.phase}, operation {call.operation} ({advice})"
+        message = f"{who} {what} in {call.phase}, operation {call.operation} ({advice})"
         self._fail(message)
         return PeerTimeoutError(message)
 

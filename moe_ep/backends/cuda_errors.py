@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 from moe_ep.backends.base import Call
+from moe_ep.backends.channel import Channel
 from moe_ep.errors import BrokenError, CapacityError, PeerError, PeerTimeoutError
 
 OK, BAD_INPUT, NEEDS_ROOM, OVERFLOW = range(4)  # NotifyStatus of csrc/shared/control.h
@@ -14,6 +15,7 @@ OK, BAD_INPUT, NEEDS_ROOM, OVERFLOW = range(4)  # NotifyStatus of csrc/shared/co
 class CudaErrors:
     """Raises what kernels have found, in terms of the calls that launched them."""
 
+    channel: Channel
     rank: int
     size: int
     num_local_experts: int
@@ -67,7 +69,7 @@ class CudaErrors:
         return PeerTimeoutError(message)
 
     def _name_of(self, rank: int) -> str:
-        return f"rank {rank}"
+        return self.channel.name(rank)
 
     def _raise_status(self, counts: Any, call: Call) -> None:
         if call.error is not None:

@@ -270,8 +270,9 @@ class ReferenceBackend:
         rows = per_expert.view(self.size, self.num_local_experts).sum(1)
         worst = int(rows.argmax())
         if int(rows[worst]) > capacity:
+            name = self.channel.name
             raise CapacityError(
-                f"rank {self.rank}: {call.phase}, operation {call.operation}: rank {worst} would "
+                f"{name(self.rank)}: {call.phase}, operation {call.operation}: {name(worst)} would "
                 f"receive {int(rows[worst])} rows, dispatch.capacity is {capacity}; raise it, or "
                 "drop tokens in the router"
             )

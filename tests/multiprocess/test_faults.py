@@ -89,6 +89,9 @@ def test_case_08_a_slow_rank() -> None:
     for message, taken in (first, combine):
         assert "rank 1" in message and "2 s" in message, message
         assert 2 <= taken < 4
+    assert first[0].startswith("rank 0 waited 2 s for rank 1 in "), first
+    named = "rank 0 (global rank 2) waited 2 s for rank 1 (global rank 3) in "  # of their group
+    assert combine[0].startswith(named), combine
     assert patient[0] == late[0] == ""
     assert 3 <= patient[1] < 10
 
