@@ -7,7 +7,8 @@ on all of them.
 
 Several messages between the same two ranks are matched in the order they were posted. The tag of
 a message holds the channel, the round and a checksum of the status: messages of another channel,
-round or kind of operation never meet, whose sizes would differ.
+round or kind of operation never meet, whose sizes would differ. (Where the bits for the channel
+repeat, the status tells.)
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class Round:
     """
 
     def __init__(self, channel: Channel, call: Call, kind: str) -> None:
+        if channel.number >= 1 << _CHANNEL_BITS:  # tags repeat: another channel's message may come
+            kind = f"{kind} on channel {channel.number}"
         self.channel = channel
         self.call = call
         self.kind = kind

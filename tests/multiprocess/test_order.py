@@ -11,7 +11,9 @@ import torch
 from reference_model import LocalExperts, Problem, check, distributed, make_layout
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from moe_ep import ExpertParallel, ExpertParallelPool, PeerTimeoutError
+from moe_ep import ExpertParallel, ExpertParallelPool, OrderError, PeerTimeoutError
+from moe_ep.backends.base import Call
+from moe_ep.backends.channel import Channel, exchange_json
 from moe_ep.testing import run_ranks
 
 
@@ -249,6 +251,22 @@ def test_opposite_order_in_one_thread_is_named() -> None:
     """Neither garbage nor a hang: both ranks wait for each other, and say so."""
     messages = run_ranks(_opposite_order, 2, limit_s=20)
     assert all("dispatch" in message and "rank" in message for message in messages), messages
+
+
+def _channels_that_share_tags(rank: int) -> str:
+    group = torch.distributed.group.WORLD
+    for number in (129, 129 + 128):
+        exchange_json(Channel(group, number), {"rank": str(rank)}, Call(1, "setup", 20.0))
+    try:
+        exchange_json(Channel(group, 1 + 128 * rank), {}, Call(1, "setup", 20.0))
+    except OrderError as error:
+        return str(error)
+    return "no error"
+
+
+def test_objects_whose_tags_are_the_same_do_not_mix() -> None:
+    for message in run_ranks(_channels_that_share_tags, 2, limit_s=30):
+        assert "symmetric memory on channel 129" in message, message
 
 
 def _memory(rank: int) -> None:
