@@ -86,8 +86,8 @@ class ExpertParallel(Measured):
         """Sends every token row to the ranks of its experts. Differentiable in x and topk_weights.
 
         Args:
-            x: [T, H] in the layout's dtype (bf16, fp16 or fp32 where that is fp8_e4m3). T may be
-                0 and may differ between ranks.
+            x: [T, H] in the layout's dtype (where that is fp8_e4m3: bf16, fp16 or fp32, on all
+                ranks the same). T may be 0 and may differ between ranks.
             topk_idx: [T, K] int32 or int64 expert ids, K at most `model.top_k`; -1 is an unused
                 slot; an expert that is named twice gets the row twice.
             topk_weights: [T, K] floating point, carried along as `probs`; not applied to the rows.

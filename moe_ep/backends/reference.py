@@ -23,6 +23,7 @@ from moe_ep.layout import EPLayout
 from moe_ep.quant import dequantize_fp8, quantize_fp8
 
 _SMALL_BLOCK_BYTES = 64 << 10  # on average: then one copy is cheaper than many messages
+_FP8_SOURCES = [torch.bfloat16, torch.float16, torch.float32]  # by the number that peers get
 _TOKENS_PER_BLOCK = 512  # of the sum in combine: large enough to hide the cost of a call
 
 Block = tuple[int, int]
@@ -87,8 +88,11 @@ class ReferenceBackend:
             flat = topk_idx.reshape(-1).long()
             counts = torch.bincount(flat[flat >= 0], minlength=self.num_slots_total)
         device = self.channel.device()
-        matrix = torch.empty(self.size, self.num_slots_total, dtype=torch.int64, device=device)
-        matrix[self.rank] = counts
+        matrix = torch.empty(self.size, self.num_slots_total + 1, dtype=torch.int64, device=device)
+        matrix[self.rank, :-1] = counts
+        matrix[self.rank, -1] = 0
+        if x is not None and fp8_scale is not None and call.error is None:
+            matrix[self.rank, -1] = _FP8_SOURCES.index(x.dtype)
         with Round(self.channel, call, call.phase) as exchange:
             for peer in exchange.peers():
                 exchange.recv(peer, matrix[peer])
@@ -99,7 +103,8 @@ class ReferenceBackend:
         exchange.finish()
         self._counts_wait = exchange.waited
         assert topk_idx is not None and order is not None
-        matrix = matrix.cpu()
+        matrix, sources = matrix.cpu().split([self.num_slots_total, 1], 1)
+        self._check_sources(sources.flatten().tolist(), call)
         if capacity is not None:
             self._check_capacity(matrix, capacity, call)
         return self._plan(topk_idx, order, matrix, capacity, call.operation)
@@ -264,6 +269,17 @@ class ReferenceBackend:
         return scratch[:num_bytes].view(like.dtype).view(shape)
 
     # -- checks and indices -----------------------------------------------------------------------
+
+    def _check_sources(self, sources: list[int], call: Call) -> None:
+        """Rows in FP8 look alike whatever they came from; what is combined does not."""
+        mine, name = sources[self.rank], self.channel.name
+        for peer, theirs in enumerate(sources):
+            if theirs != mine:
+                raise TypeError(
+                    f"{name(self.rank)}: {call.phase}, operation {call.operation}: x is "
+                    f"{_FP8_SOURCES[mine]}, on {name(peer)} {_FP8_SOURCES[theirs]}; all ranks "
+                    "must pass one dtype"
+                )
 
     def _check_capacity(self, matrix: Tensor, capacity: int, call: Call) -> None:
         per_expert = _align(matrix.sum(0), self.layout.dispatch.row_alignment)

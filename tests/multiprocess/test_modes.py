@@ -1,5 +1,6 @@
 """Options of a layout: shared experts, alignment, capacity, low latency, FP8, cached handles."""
 
+import pytest
 import torch
 from reference_model import Problem, check, close, make_layout, padding_rows
 
@@ -234,6 +235,8 @@ def _fp8(rank: int) -> None:
             half = ep.dispatch(x.to(dtype), idx)
             assert half.tokens.dtype == dtype
             assert ep.combine(half.tokens, half.handle).dtype == dtype
+        with pytest.raises(TypeError, match=r"float32, on|bfloat16, on"):
+            ep.dispatch(x.bfloat16() if rank else x.float(), idx)
         # the gradients are those of a dispatch that does not quantise
         leaf, weights = x.float().requires_grad_(), w.float().requires_grad_()
         d = ep.dispatch(leaf, idx, weights)
