@@ -17,7 +17,7 @@ from moe_ep.checks import check_event, check_routing, check_rows, check_tokens, 
 from moe_ep.errors import BrokenError, OrderError
 from moe_ep.events import CommStream, EventOverlap
 from moe_ep.handle import DispatchHandle, DispatchResult
-from moe_ep.handshake import handshake
+from moe_ep.handshake import handshake, with_environment
 from moe_ep.layout import EPLayout
 from moe_ep.measure import Measured
 
@@ -38,6 +38,7 @@ class ExpertParallel(Measured):
 
     Raises:
         LayoutError: the layout does not fit the group.
+        ValueError: an environment variable is wrong. The peers get a LayoutMismatchError.
         LayoutMismatchError: the ranks hold different layouts (raised on all of them).
         BackendUnavailableError: a backend was named that cannot run here.
         PeerTimeoutError: a rank did not come within `timeouts.first_s`.
@@ -45,14 +46,8 @@ class ExpertParallel(Measured):
 
     def __init__(self, layout: EPLayout, group: dist.ProcessGroup | None = None) -> None:
         group = group if group is not None else dist.distributed_c10d._get_default_group()
-        chosen = env.backend()
-        seconds = env.timeout_s()
-        measured = env.statistics(), env.nvtx()
-        if chosen is not None:
-            layout = layout.replace(backend=chosen)
-        if seconds is not None:
-            layout = layout.replace(timeouts={"first_s": seconds, "steady_s": seconds})
-        self.layout = layout
+        self.layout, problem = with_environment(layout)
+        layout = self.layout
         options = layout.dispatch
         self._fp8_scale = options.scale if options.dtype == "fp8_e4m3" else None
         self._wide = torch.float64 if options.dtype == "fp64" else torch.float32  # of weights
@@ -63,11 +58,11 @@ class ExpertParallel(Measured):
         self._handles: weakref.WeakSet[DispatchHandle] = weakref.WeakSet()
         self._destroyed = False
         self.channel, unavailable = handshake(
-            self.layout, group, self._timeouts.first_s, backends.reasons(self.layout)
+            layout, group, self._timeouts.first_s, backends.reasons(layout), problem
         )
         self.backend = backends.create(self.layout, group, self.channel, unavailable)
         self._comm_stream = CommStream(self.backend.device)
-        self._measure(*measured)
+        self._measure(env.statistics(), env.nvtx())
 
     # -- verbs ------------------------------------------------------------------------------------
 

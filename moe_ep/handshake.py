@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_ep import env
 from moe_ep.backends.base import Call
 from moe_ep.backends.channel import Channel, Round
 from moe_ep.errors import LayoutError, LayoutMismatchError, PeerError
@@ -17,13 +18,35 @@ _FRAME_BYTES = 8192
 _REASON_LETTERS = 400
 
 
+def with_environment(layout: EPLayout) -> tuple[EPLayout, Exception | None]:
+    """The layout that environment variables make of it, and what is wrong with them.
+
+    The handshake raises the latter, once the peers know.
+    """
+    try:
+        chosen, seconds = env.backend(), env.timeout_s()
+        env.statistics(), env.nvtx()  # are read later
+        if chosen is not None:
+            layout = layout.replace(backend=chosen)
+        if seconds is not None:
+            layout = layout.replace(timeouts={"first_s": seconds, "steady_s": seconds})
+    except ValueError as error:
+        return layout, error
+    return layout, None
+
+
 def handshake(
-    layout: EPLayout, group: dist.ProcessGroup, timeout_s: float, reasons: dict[str, str | None]
+    layout: EPLayout,
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    reasons: dict[str, str | None],
+    problem: Exception | None = None,
 ) -> tuple[Channel, dict[str, str | None]]:
     """Compares layouts across the group, and opens a channel whose number is equal on all ranks.
 
     Args:
         reasons: why each backend cannot run on this rank; None where it can.
+        problem: of this rank, to be raised here; its peers get a LayoutMismatchError.
 
     Returns:
         The channel, and why each backend cannot run on some rank, the same on all ranks.
@@ -38,7 +61,7 @@ def handshake(
         raise LayoutError("this rank is not a member of the process group")
     channel = Channel(group)
     reasons = {name: reason and reason[:_REASON_LETTERS] for name, reason in reasons.items()}
-    call = Call(0, "setup", timeout_s, _misfit(layout, channel.size))
+    call = Call(0, "setup", timeout_s, problem or _misfit(layout, channel.size))
     frame = {"layout": layout.model_dump(), "channel": Channel.next_number, "reasons": reasons}
     data = json.dumps(frame).encode().ljust(_FRAME_BYTES)
     assert len(data) == _FRAME_BYTES, f"a frame of {len(data)} bytes"

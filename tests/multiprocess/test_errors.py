@@ -1,6 +1,7 @@
 """Bad input: the rank's own error, a PeerError that names it elsewhere, and life goes on."""
 
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -243,6 +244,30 @@ def test_layout_for_another_group_on_one_rank() -> None:
     assert messages[0].startswith("LayoutMismatchError") and "rank 1" in messages[0], messages
     assert "4 ranks" in messages[0] and "has 2" in messages[0], messages
     assert "4 ranks" in messages[1] and "has 2" in messages[1], messages
+
+
+def _bad_environment(rank: int) -> None:
+    """On one rank: an error on both, long before the time-out, and the group can be used again."""
+    layout = make_layout(2)
+    for bad, (name, value) in enumerate(
+        {"MOE_EP_BACKEND": "cude", "MOE_EP_TIMEOUT_S": "soon", "MOE_EP_NVTX": "yes"}.items()
+    ):
+        if rank == bad % 2:
+            os.environ[name] = value
+        try:
+            ExpertParallel(layout)
+        except ValueError as error:
+            kinds = (LayoutError, ValueError, ValueError)
+            kind = kinds[bad] if rank == bad % 2 else LayoutMismatchError
+            assert type(error) is kind and value in str(error), (name, error)
+        else:
+            raise AssertionError(f"{name}: no error")
+        os.environ.pop(name, None)
+    check(ExpertParallel(layout), Problem(layout, 1, [3, 2]))
+
+
+def test_bad_environment_on_one_rank() -> None:
+    run_ranks(_bad_environment, 2, limit_s=30)
 
 
 def _backends(rank: int) -> list[str]:
