@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_ep.backends.base import Backend, Call, Plan
-
-Result = TypeVar("Result")
 
 
 class Exchange(NamedTuple):
@@ -29,15 +27,6 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
         if tensor is not None and tensor.requires_grad:
             return torch.is_grad_enabled()
     return False
-
-
-@torch._disable_dynamo  # as torch.compiler.disable, but that imports the compiler at once
-def untraced(verb: Callable[..., Result], *args: Any, **options: Any) -> Result:
-    """Calls a verb that torch.compile comes upon, which can't trace it: the graph breaks here.
-
-    Around the verb itself this would cost every call a microsecond.
-    """
-    return verb(*args, **options)
 
 
 class Dispatch(torch.autograd.Function):

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from moe_ep import backends, env
-from moe_ep.autograd import Combine, Dispatch, Exchange, untraced, wants_gradient
+from moe_ep.autograd import Combine, Dispatch, Exchange, wants_gradient
 from moe_ep.backends.base import Call
 from moe_ep.checks import check_event, check_routing, check_rows, check_tokens, check_weights
+from moe_ep.eager import untraced
 from moe_ep.errors import BrokenError, OrderError
 from moe_ep.events import CommStream, EventOverlap
 from moe_ep.handle import DispatchHandle, DispatchResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -24,3 +24,10 @@ def eager(verb: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
             return verb(*args, **kwargs)
 
     return run
+
+
+@torch._disable_dynamo  # as torch.compiler.disable, but loads the compiler at the first call only
+def untraced(verb: Callable[..., Result], *args: Any, **options: Any) -> Result:
+    """Calls a verb, with gradients, from a branch of its own that only torch.compile takes: a graph
+    ends before it. As a decorator it would cost every call a microsecond."""
+    return verb(*args, **options)
