@@ -164,44 +164,15 @@ class CudaBackend(CudaErrors, CudaFigures):
             x, probs, tensors = plan.staged
             plan.staged = None
         try:
-            arrived = self._pull(plan, x, probs, tensors, fp8_scale, dequantize, launch, call)
+            fp8 = fp8_scale is not None and not dequantize
+            arrived, addresses = new_rows(plan.rows, x, probs, fp8)
+            self._calls.append((self._comm.dispatch(plan.view, tensors, *addresses, launch), call))
+            self._record(plan)
         except BaseException as error:
             self._left_halfway(call, error)
             raise
         self._raise_own_error(call)
         return arrived
-
-    def _pull(
-        self,
-        plan: CudaPlan,
-        x: Tensor,
-        probs: Tensor | None,
-        tensors: Any,
-        fp8_scale: str | None,
-        dequantize: bool,
-        launch: Any,
-        call: Call,
-    ) -> DispatchedRows:
-        """The second half of `dispatch`, once its rows are staged."""
-        num_rows, hidden = plan.rows, x.shape[1]
-        scales = row_probs = None
-        address_of_scales = address_of_probs = 0
-        if fp8_scale is None or dequantize:
-            rows = x.new_empty(num_rows, hidden)
-        else:
-            rows = x.new_empty(num_rows, hidden, dtype=torch.float8_e4m3fn)
-            scales = x.new_empty(num_rows, hidden // FP8_BLOCK, dtype=torch.float32)
-            # An empty tensor has no address, and none would mean "dequantise".
-            address_of_scales = scales.data_ptr() or rows.element_size()
-        if probs is not None:
-            row_probs = probs.new_empty(num_rows)
-            address_of_probs = row_probs.data_ptr()
-        number = self._comm.dispatch(
-            plan.view, tensors, rows.data_ptr(), address_of_probs, address_of_scales, launch
-        )
-        self._calls.append((number, call))
-        self._record(plan)
-        return DispatchedRows(rows, scales, row_probs)
 
     def combine(
         self,
@@ -397,3 +368,24 @@ class CudaBackend(CudaErrors, CudaFigures):
         """The plan's memory was allocated on the stream of its `prepare`."""
         if plan.stream != self._stream and self._last_stream is not None:
             plan.record_stream(self._last_stream)
+
+
+def new_rows(
+    num_rows: int, x: Tensor, probs: Tensor | None, fp8: bool
+) -> tuple[DispatchedRows, tuple[int, int, int]]:
+    """Room for what x [T, H] and probs [T, K] become, and the addresses of rows, probs, scales."""
+    hidden = x.shape[1]
+    scales = row_probs = None
+    address_of_scales = address_of_probs = 0
+    if fp8:
+        rows = x.new_empty(num_rows, hidden, dtype=torch.float8_e4m3fn)
+        scales = x.new_empty(num_rows, hidden // FP8_BLOCK, dtype=torch.float32)
+        # An empty tensor has no address, and none would mean "dequantise".
+        address_of_scales = scales.data_ptr() or rows.element_size()
+    else:
+        rows = x.new_empty(num_rows, hidden)
+    if probs is not None:
+        row_probs = probs.new_empty(num_rows)
+        address_of_probs = row_probs.data_ptr()
+    addresses = (rows.data_ptr(), address_of_probs, address_of_scales)
+    return DispatchedRows(rows, scales, row_probs), addresses

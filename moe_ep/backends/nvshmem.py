@@ -179,22 +179,11 @@ class NvshmemBackend(CudaBackend):
         if probs is not None:
             probs = _widen(probs.to(self.device, torch.float32), self._max_slots)
             rows_out.probs = probs.data_ptr() or ROW_MULTIPLE_BYTES
-        returns_fp8 = fp8_scale is not None and not dequantize
-        rows = x.new_empty(
-            plan.num_rows, hidden, dtype=torch.float8_e4m3fn if returns_fp8 else x.dtype
-        )
-        scales, row_probs = None, None
-        address_of_scales = address_of_probs = 0
-        if returns_fp8:
-            scales = x.new_empty(plan.num_rows, hidden // FP8_BLOCK, dtype=torch.float32)
-            address_of_scales = scales.data_ptr() or rows.element_size()
-        if probs is not None:
-            row_probs = probs.new_empty(plan.num_rows)
-            address_of_probs = row_probs.data_ptr()
-        targets = (rows.data_ptr(), address_of_probs, address_of_scales)
+        fp8 = fp8_scale is not None and not dequantize
+        arrived, targets = cuda.new_rows(plan.num_rows, x, probs, fp8)
         self._move_rows(plan, rows_out, tensors, targets, launch, call)
         self._record(plan)
-        return DispatchedRows(rows=rows, scales=scales, probs=row_probs)
+        return arrived
 
     def _move_rows(
         self,

@@ -15,6 +15,7 @@ from scenarios import Case, call, check_case, make_backend, make_inputs
 from torch import Tensor
 
 from moe_ep import ExpertParallel
+from moe_ep.backends import cuda
 from moe_ep.errors import BrokenError, PeerError, PeerTimeoutError
 
 
@@ -47,7 +48,7 @@ def check_left_halfway(rank: int) -> str:
     try:
         if rank == 1:
             full = torch.OutOfMemoryError("no room for rows")
-            with mock.patch.object(backend, "_pull", side_effect=full), suppress(type(full)):
+            with mock.patch.object(cuda, "new_rows", side_effect=full), suppress(type(full)):
                 backend.dispatch(plan, x, probs, call(1))
             backend.prepare(idx, call(2), x=x, probs=probs)
         else:
