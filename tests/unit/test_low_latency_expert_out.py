@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -24,16 +25,18 @@ class Memory:
     def expert_out(self, shape: Any, which: int) -> int:
         return self.places[which - 1].data_ptr()
 
-    def at(self, array: Any, device: Any) -> Tensor:
-        address, _ = array.__cuda_array_interface__["data"]
-        return next(p for p in self.places if p.data_ptr() == address).view(SIZE)
+    @staticmethod
+    def as_tensor(array: Any, device: Any) -> Tensor:
+        """As torch takes over memory of the GPU: the tensor keeps the object that lent it."""
+        array.__array_interface__ = array.__cuda_array_interface__
+        return torch.from_numpy(numpy.asarray(array))
 
 
 @pytest.fixture
 def lender() -> Any:
     memory = Memory()
     with (
-        mock.patch.object(low_latency_expert_out.torch, "as_tensor", memory.at),
+        mock.patch.object(low_latency_expert_out.torch, "as_tensor", memory.as_tensor),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
     ):
         yield ExpertOut(memory, torch.device("cpu"))
@@ -49,7 +52,11 @@ def test_two_are_lent_in_turn(lender: ExpertOut) -> None:
     again, _ = lender.lend(None, SIZE, 3)
     assert again is not None and again.data_ptr() == first.data_ptr()
     address = second.data_ptr()
+    with torch.inference_mode():  # where a view does not keep the tensor that it is of
+        view = second.view(-1)
     del second
+    assert lender.lend(None, SIZE, 3) == (None, 0), "a view of it is left"
+    del view
     third, _ = lender.lend(None, SIZE, 3)
     assert third is not None and third.data_ptr() == address
 
