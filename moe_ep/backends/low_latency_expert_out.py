@@ -35,7 +35,7 @@ class ExpertOut:
         if not address:
             return None, 0
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        memory = _DeviceArray(address, size)  # which lives as long as any view of it
+        memory = _DeviceArray(address, size)  # which lives as long as any tensor on it
         buffer = torch.as_tensor(memory, device=self._device).view(torch.bfloat16)
         self._lent[which], self._addresses[which] = weakref.ref(memory), address
         self._next = 3 - which

@@ -78,7 +78,7 @@ def test_different_num_sms(num_ranks: int) -> None:
     run_ranks(low_latency_scenarios.check_uneven_sms, num_ranks, limit_s=120)
 
 
-def test_a_lent_buffer_is_kept_by_its_views() -> None:
+def test_a_lent_buffer_whose_memory_is_in_use() -> None:
     run_ranks(low_latency_scenarios.check_lent_again, 2, limit_s=120)
 
 
