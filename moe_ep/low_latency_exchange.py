@@ -307,10 +307,10 @@ def _compare(channel: Channel, values: dict[str, int], call: Call) -> None:
     """
     mine = torch.tensor(list(values.values()), dtype=torch.int64, device=channel.device())
     frames = {peer: torch.empty_like(mine) for peer in range(channel.size) if peer != channel.rank}
-    exchange = Round(channel, call, f"{call.phase}: comparison")
-    for peer in exchange.peers():
-        exchange.recv(peer, frames[peer])
-        exchange.send(peer, mine)
+    with Round(channel, call, f"{call.phase}: comparison") as exchange:
+        for peer in exchange.peers():
+            exchange.recv(peer, frames[peer])
+            exchange.send(peer, mine)
     exchange.finish()
     frames[channel.rank] = mine
     first = frames[0].tolist()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moe_ep.errors import LayoutError
 from moe_ep.integrations.megatron import DISPATCHER_TYPE, install, uninstall
 from moe_ep.layout import BACKENDS
 
@@ -45,7 +46,10 @@ def main(arguments: list[str] | None = None) -> None:
     script = rest[0]
     if not Path(script).is_file():
         parser.error(f"{script}: no such script; it comes before its own arguments")
-    install(options.moe_ep_layout, options.moe_ep_backend)
+    try:
+        install(options.moe_ep_layout, options.moe_ep_backend)
+    except LayoutError as error:
+        parser.error(str(error))
     sys.argv = rest
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:

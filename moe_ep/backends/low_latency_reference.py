@@ -83,20 +83,20 @@ class ReferenceLowLatencyBackend:
         per_rank = counts.view(self.size, -1)
         sent = list(order.split(per_rank.sum(1).tolist()))
         columns = _columns(outgoing, shape)
-        exchange = Round(self._channel, call, f"{call.phase} of {tag} {shape}")
         arriving = {}
-        for peer in range(self.size):
-            slots = sent[peer]
-            leaving = [per_rank[peer], *(column[slots // shape.num_slots] for column in columns)]
-            leaving += [slots]
-            if peer == self.rank:
-                arriving[peer] = leaving
-                continue
-            leaving[1:] = [_padded(block, self._most_rows(shape)) for block in leaving[1:]]
-            arriving[peer] = [torch.empty_like(message) for message in leaving]
-            for message, place in zip(leaving, arriving[peer], strict=True):
-                exchange.recv(peer, place)
-                exchange.send(peer, message)
+        with Round(self._channel, call, f"{call.phase} of {tag} {shape}") as exchange:
+            for peer in range(self.size):
+                slots = sent[peer]
+                tokens = slots // shape.num_slots
+                leaving = [per_rank[peer], *(column[tokens] for column in columns), slots]
+                if peer == self.rank:
+                    arriving[peer] = leaving
+                    continue
+                leaving[1:] = [_padded(block, self._most_rows(shape)) for block in leaving[1:]]
+                arriving[peer] = [torch.empty_like(message) for message in leaving]
+                for message, place in zip(leaving, arriving[peer], strict=True):
+                    exchange.recv(peer, place)
+                    exchange.send(peer, message)
         result = new_result(shape, self.size, outgoing.pack_scales, device)
         plan = ReferenceLowLatencyPlan(sent)
 
@@ -137,13 +137,13 @@ class ReferenceLowLatencyBackend:
         if inputs is not None and inputs.block_signals is not None:
             call.error = self._wait_for_blocks(plan, inputs, inputs.block_signals, call)
         inputs = inputs or _zeros(shape, self.size)
-        exchange = Round(self._channel, call, f"{call.phase} of {tag} {shape}")
         flat = inputs.x.reshape(-1, shape.hidden)
-        returned = {self.rank: flat[plan.places[self.rank]]}
-        for peer in exchange.peers():
-            returned[peer] = flat.new_empty(len(plan.sent[peer]), shape.hidden)
-            exchange.recv(peer, returned[peer])
-            exchange.send(peer, flat[plan.places[peer]])
+        with Round(self._channel, call, f"{call.phase} of {tag} {shape}") as exchange:
+            returned = {self.rank: flat[plan.places[self.rank]]}
+            for peer in exchange.peers():
+                returned[peer] = flat.new_empty(len(plan.sent[peer]), shape.hidden)
+                exchange.recv(peer, returned[peer])
+                exchange.send(peer, flat[plan.places[peer]])
 
         def receive() -> None:
             started = _begin(exchange)

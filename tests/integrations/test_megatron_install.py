@@ -147,3 +147,8 @@ def test_launcher_explains_mistakes(tmp_path: Path) -> None:
     assert "--moe-ep-layout" in _launch(["--help"]).stdout
     done = _launch([__file__, "--moe-ep-backend", "foo"])
     assert done.returncode == 2 and "invalid choice: 'foo'" in done.stderr
+    bad = tmp_path / "layout.yaml"
+    bad.write_text("model: {hidden: 7}")
+    done = _launch(["--moe-ep-layout", str(bad), __file__])
+    assert done.returncode == 2 and "model.top_k: missing" in done.stderr
+    assert "Traceback" not in done.stderr
