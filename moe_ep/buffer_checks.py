@@ -220,9 +220,12 @@ def _check_tensor(
 def check_place(name: str, tensor: Tensor, device: torch.device | None) -> None:
     """device: None: any that has data."""
     place = tensor.device
-    if place.type not in ("cpu", "cuda") if device is None else place != device:
+    if device is None:
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on meta, without values")
+    elif place != device:
         hint = "; MOE_EP_BACKEND=reference takes CPU tensors" if place.type == "cpu" else ""
-        raise ValueError(f"{name} is on {place}; it must be on {device or 'cpu or cuda'}{hint}")
+        raise ValueError(f"{name} is on {place}; it must be on {device}{hint}")
 
 
 def _check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:

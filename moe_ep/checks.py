@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ep.events import EventOverlap
 from moe_ep.handle import DispatchHandle
 from moe_ep.layout import EPLayout
 
@@ -24,15 +23,6 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 _STRIDED = torch.strided
 
 
-def check_device(device: torch.device | None, x: Any) -> Exception | None:
-    if device is None or not isinstance(x, Tensor) or x.device == device:
-        return None
-    return ValueError(
-        f"the tensor is on {x.device}, this object's backend works on {device}; move it there, or "
-        "set backend: reference"
-    )
-
-
 def _check_place(what: str, tensor: Tensor, device: torch.device | None) -> Exception | None:
     """Before a shape or a value is read, which torch refuses with errors of its own.
 
@@ -45,8 +35,8 @@ def _check_place(what: str, tensor: Tensor, device: torch.device | None) -> Exce
     if tensor.device == device:
         return None
     return ValueError(
-        f"{what} on {tensor.device}, but this object's backend, or the tokens of this dispatch, "
-        f"on {device}; all must be on one device"
+        f"{what} on {tensor.device}; it must be on {device}, as the dispatched x or this object's "
+        "backend: move it there, or set backend: reference and leave all on the CPU"
     )
 
 
@@ -143,7 +133,7 @@ def check_weights(
 
 
 def check_event(event: Any) -> Exception | None:
-    if isinstance(event, EventOverlap):
+    if hasattr(event, "current_stream_wait") and hasattr(event, "event"):  # or one of DeepEP's
         return None
     return TypeError(f"previous_event is a {type(event).__name__}, not an EventOverlap")
 

@@ -176,9 +176,10 @@ def local_size() -> int:
 def _number(name: str, default: str = "") -> int:
     """Of a variable that a launcher sets."""
     text = os.environ.get(name, default)
-    if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is not a number; the launcher sets it")
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a number; the launcher sets it") from None
 
 
 def named(names: Iterable[str]) -> dict[str, str]:

@@ -127,7 +127,8 @@ class CommStream:
         capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
         if not (self._always or async_finish or previous_event is not None or capturing):
             return operation(), _NOTHING_TO_WAIT_FOR
-        capturing = torch.cuda.is_current_stream_capturing()
+        if self._stream is None:
+            capturing = torch.cuda.is_current_stream_capturing()
         caller, stream = torch.cuda.current_stream(self.device), self.stream
         if previous_event is None or previous_event.event is None or capturing:
             stream.wait_stream(caller)

@@ -210,6 +210,8 @@ class _UniqueKeys(yaml.SafeLoader):
         mapping = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key in (key for key, _ in mapping.value if isinstance(key, yaml.ScalarNode)):
+            if key.tag == "tag:yaml.org,2002:merge":  # several are merged
+                continue
             line = key.start_mark.line + 1
             if key.value in lines:
                 raise yaml.YAMLError(

@@ -110,7 +110,7 @@ def num_equal(
             isinstance(num_experts, int) and num_experts == shape.num_experts,
             _is_table(x) and x.shape[1] == shape.hidden,
             _is_table(topk_idx) and topk_idx.shape[1] == shape.num_slots,
-            bool(use_fp8) == shape.fp8,
+            use_fp8 is shape.fp8,
         )
     )
 

@@ -112,7 +112,7 @@ class LowLatency:
         try:
             shape = checks.dispatch_shape(self.size, self.num_bytes, **arguments)
             outgoing = checks.outgoing(shape, self.size, self.device, **arguments)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:  # of torch, the last
             call.error = error
             if shape is None:
                 shape = self._closest_shape(arguments)
@@ -145,7 +145,7 @@ class LowLatency:
         inputs: CombineInputs | None = None
         try:
             inputs = checks.combine_inputs(handle, self.size, self.device, **arguments)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:  # of torch, the last
             call.error = error
         tag = self._agreed.index(handle.shape) % _NUM_TAGS
         self._backend.num_sms = num_sms

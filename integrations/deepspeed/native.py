@@ -81,7 +81,10 @@ class CoreMOELayer(MOELayer):
             try:
                 arrived = ep.dispatch(tokens, topk_idx, weights, layer=self.moe_ep.shape.name)
             except (ValueError, PeerError) as error:
-                error.args = (_in_tokens(error.args[0], self.moe_ep.shape.copies),)
+                copies = self.moe_ep.shape.copies
+                error.args = tuple(
+                    _in_tokens(a, copies) if isinstance(a, str) else a for a in error.args
+                )
                 raise
         self.moe_ep.count(arrived.handle)
         rows = self._run_experts(arrived.tokens, arrived.tokens_per_expert)

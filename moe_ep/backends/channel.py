@@ -13,9 +13,11 @@ repeat, the status tells.)
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep.backends.base import Call
-from moe_ep.errors import BrokenError, OrderError, PeerError, PeerTimeoutError
+from moe_ep.errors import BrokenError, MoEEPError, OrderError, PeerError, PeerTimeoutError
 
 _TAG_MARK = 1 << 30  # keeps our tags away from the small ones that frameworks use
 _CHANNEL_BITS, _ROUND_BITS, _STATUS_BITS = 7, 8, 15
@@ -94,6 +96,18 @@ class Channel:
         self._broken = message
         self._lost.append(keep)
 
+    @contextlib.contextmanager
+    def whole(self, call: Call) -> Iterator[None]:
+        """Breaks the channel on an error that peers don't learn of, such as too little memory."""
+        try:
+            yield
+        except (ValueError, TypeError, MoEEPError):  # bad input, which they do learn of
+            raise
+        except BaseException as error:
+            if not self.broken:
+                self.fail(left_halfway(call, error), [])
+            raise
+
 
 @dataclass
 class _Message:
@@ -142,10 +156,7 @@ class Round:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not self.channel.broken:
-            self._fail(
-                f"{self.call.phase}, operation {self.call.operation}, was left halfway: "
-                f"{type(error).__name__}: {error}"
-            )
+            self._fail(left_halfway(self.call, error))
 
     def peers(self) -> list[int]:
         """The other ranks, each rank starting with its own successor: no rank is hit by all."""
@@ -273,6 +284,14 @@ class Round:
 
     def _fail(self, message: str) -> None:
         self.channel.fail(message, [self._statuses, self._payload, self._batch])
+
+
+def left_halfway(call: Call, error: BaseException) -> str:
+    """Why a channel is broken after an error that the peers don't learn of."""
+    return (
+        f"{call.phase}, operation {call.operation}, was left halfway: "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 def exchange_json(

@@ -111,10 +111,11 @@ class CudaBackend(CudaErrors, CudaFigures):
         """With `x`, its rows are staged first: ranks that come early have something to do."""
         self.check(call)
         capacity = capacity or self.layout.dispatch.capacity
-        if capacity is None and torch.cuda.is_current_stream_capturing():
+        if capacity is None and call.error is None and torch.cuda.is_current_stream_capturing():
             raise OrderError(
                 f"rank {self.rank}: {call.phase}, operation {call.operation}: the host waits for "
-                "counts, which a CUDA graph cannot capture; set dispatch.capacity"
+                "counts, which a CUDA graph cannot capture; set dispatch.capacity (Buffer: "
+                "num_worst_tokens)"
             )
         if topk_idx is None:
             width = self.layout.model.top_k * self.layout.parallel.expert_tensor
@@ -305,9 +306,13 @@ class CudaBackend(CudaErrors, CudaFigures):
         finally:
             self._pending = None
         self._raise_status(counts, call)
-        if not plan.has_lists:
-            plan.add_lists(self._core, counts.num_rank_rows, counts.num_items)
-            self._fetch_lists(plan, self._launch(call))
+        try:
+            if not plan.has_lists:
+                plan.add_lists(self._core, counts.num_rank_rows, counts.num_items)
+                self._fetch_lists(plan, self._launch(call))
+        except BaseException as error:
+            self._left_halfway(call, error)
+            raise
         plan.set_rows(counts.num_rows, counts)
 
     def _wait_counts(self, plan: CudaPlan, topk_idx: Tensor, call: Call) -> Any:

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from moe_ep.backends.base import Call
-from moe_ep.backends.channel import Channel
+from moe_ep.backends.channel import Channel, left_halfway
 from moe_ep.errors import BrokenError, CapacityError, PeerError, PeerTimeoutError
 
 OK, BAD_INPUT, NEEDS_ROOM, OVERFLOW = range(4)  # NotifyStatus of csrc/shared/control.h
@@ -53,7 +53,7 @@ class CudaErrors:
 
     def _left_halfway(self, call: Call, error: BaseException) -> None:
         """Out of memory, say, after the peers have got counts or rows: they go on without us."""
-        self._broken = f"{call.phase}, operation {call.operation}, was left halfway: {error}"
+        self._broken = self._broken or left_halfway(call, error)
 
     def _peer_timeout(self, fault: Any) -> PeerTimeoutError:
         calls = [known for number, known in self._calls if number == fault.operation]
@@ -62,7 +62,7 @@ class CudaErrors:
         whom = self._name_of(fault.peer)
         message = (
             f"rank {fault.rank} waited {seconds}for {whom} in {fault.phase}, operation "
-            f"{operation} (expected {fault.expected}, seen {fault.seen}; {whom} did not "
+            f"{operation} (expected {fault.expected:#x}, seen {fault.seen:#x}; {whom} did not "
             "reach this operation: see its log; raise the layout's time-outs if it was only slow)"
         )
         self._broken = message

@@ -78,6 +78,8 @@ class NvshmemBackend(CudaBackend):
             if failed is None:
                 self._memory.release()
             self._runtime.release()
+            if failed is not None and not isinstance(failed, BackendUnavailableError):
+                raise failed  # no reason to take another backend
             raise BackendUnavailableError(problem) from failed
         self.channel, self.rank, self.size = channel, channel.rank, channel.size
         self._shape = ChunkShape(

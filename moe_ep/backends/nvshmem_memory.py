@@ -10,7 +10,8 @@ from moe_ep.backends.cuda_memory import Memory
 from moe_ep.backends.hosts import Hosts
 from moe_ep.backends.nvshmem_runtime import NvshmemRuntime
 
-_HOST_CHANNELS = 64  # added to a channel's number: its messages don't mix with the group's
+# Added to a channel's number: other tags than the channel's own, and a status that names it.
+_HOST_CHANNELS = 64 + 128
 
 
 class HostChannel(Channel):

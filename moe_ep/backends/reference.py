@@ -119,14 +119,15 @@ class ReferenceBackend:
         *,
         dequantize: bool = False,
     ) -> DispatchedRows:
-        columns: list[Tensor] = []
-        if fp8_scale is not None:
-            q, scales = quantize_fp8(x, fp8_scale)
-            columns += [q.view(torch.uint8), scales]
-        else:
-            columns.append(x.contiguous())
-        by_slot = [] if probs is None else [probs.reshape(-1)]
-        outputs = self._scatter(plan, columns, by_slot, call)
+        with self.channel.whole(call):
+            columns: list[Tensor] = []
+            if fp8_scale is not None:
+                q, scales = quantize_fp8(x, fp8_scale)
+                columns += [q.view(torch.uint8), scales]
+            else:
+                columns.append(x.contiguous())
+            by_slot = [] if probs is None else [probs.reshape(-1)]
+            outputs = self._scatter(plan, columns, by_slot, call)
         row_probs = None if probs is None else outputs[-1]
         if fp8_scale is None:
             return DispatchedRows(outputs[0], None, row_probs)

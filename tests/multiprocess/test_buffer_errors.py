@@ -79,7 +79,7 @@ BAD |= {
     f"{name} elsewhere": (
         lambda a, name=name: {name: a[name].to("meta")},
         ValueError,
-        (f"{name} is on meta", "must be on cpu"),
+        (f"{name} is on meta", "without values" if name == "x" else "must be on cpu"),
     )
     for name in ("x", "topk_idx", "topk_weights", "num_tokens_per_rank", "is_token_in_rank")
 }

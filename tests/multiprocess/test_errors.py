@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from expected_errors import expect as expect_on_all
@@ -118,6 +119,7 @@ def _beside_a_handle(rank: int, bad: int, dtype: str, weighted: bool) -> None:
         ("event of combine", lambda: ep.combine(rows, d.handle, previous_event=event)),
     ):
         expect(name, action, TypeError, "previous_event is a Tensor")
+    ep.dispatch(x, idx, previous_event=mock.Mock(spec=["event", "current_stream_wait"]))
     elsewhere = x.to("meta") if rank == bad else x
     expect("meta x", lambda: ep.dispatch(elsewhere, handle=d.handle), ValueError, "meta")
     if weighted:

@@ -30,7 +30,7 @@ def _misfits(rank: int) -> None:
         ({"x": x.float()}, TypeError, "float32"),
         ({"x": None}, TypeError, "NoneType"),
         ({"x": x[:, :252]}, ValueError, "hidden=252"),
-        ({"x": x.to("meta")}, ValueError, "x is on meta; it must be on cpu or cuda"),
+        ({"x": x.to("meta")}, ValueError, "x is on meta, without values"),
         ({"x": x.to_sparse()}, ValueError, "x is sparse or nested"),
         (
             {"topk_idx": torch.nested.nested_tensor([*idx])},
@@ -40,11 +40,13 @@ def _misfits(rank: int) -> None:
         ({"topk_idx": idx.to("meta")}, ValueError, "topk_idx is on meta; it must be on cpu"),
         (FLOAT_LIMIT, TypeError, "num_max_dispatch_tokens_per_rank is a float"),
         (FLOAT_EXPERTS, TypeError, "num_experts is a float"),
+        ({"use_fp8": torch.ones(2)}, RuntimeError, "Boolean value of Tensor"),
     ]
     for change, kind, words in changes:
         given = {"x": x, "topk_idx": idx, "num_max_dispatch_tokens_per_rank": 16, "num_experts": 8}
+        given["use_fp8"] = False
         given |= change if rank == BAD else {}
-        action = lambda given=given: buffer.low_latency_dispatch(**given, use_fp8=False)  # noqa: E731
+        action = lambda given=given: buffer.low_latency_dispatch(**given)  # noqa: E731
         expect(rank, BAD, words, action, kind, (words,))
         check_case(buffer, cases[0], 2, "cpu")
 

@@ -172,9 +172,10 @@ def test_a_key_that_stands_twice(tmp_path: Path, text: str, told: str) -> None:
 
 
 def test_merged_mappings_may_be_overridden(tmp_path: Path) -> None:
-    shape = "{hidden: 128, num_experts: 8, top_k: 2}"
-    text = f"model: {{<<: {shape}, top_k: 1}}\nparallel: {{expert: 2}}\n"
-    assert EPLayout.from_yaml(write(tmp_path, text)).model.top_k == 1
+    shape = "<<: {hidden: 128, top_k: 2}, <<: {num_experts: 8}"
+    text = f"model: {{{shape}, top_k: 1}}\nparallel: {{expert: 2}}\n"
+    model = EPLayout.from_yaml(write(tmp_path, text)).model
+    assert (model.hidden, model.num_experts, model.top_k) == (128, 8, 1)
 
 
 def test_a_key_named_self(tmp_path: Path) -> None:
