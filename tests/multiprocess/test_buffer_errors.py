@@ -385,9 +385,10 @@ def _missing_rank(rank: int) -> tuple[str, float]:
 
 
 def test_missing_rank() -> None:
-    for outcome in launch_ranks(in_environment, 3, _missing_rank, limit_s=60):
-        assert outcome.error is None, outcome.error
-        message, seconds = outcome.result
-        if outcome.rank != 1:
-            assert "rank 1" in message and "dispatch.header" in message, message
-            assert 2.5 < seconds < 5
+    outcomes = launch_ranks(in_environment, 3, _missing_rank, limit_s=60)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    answers = [outcomes[rank].result for rank in (0, 2)]
+    for message, seconds in answers:
+        assert "in dispatch.header" in message and 2.5 < seconds < 5, answers
+    # Whoever gives up second may find the first one gone.
+    assert any("for rank 1 in dispatch.header" in message for message, _ in answers), answers

@@ -257,7 +257,9 @@ def test_a_transport_that_takes_no_messages(tmp_path: Path) -> None:
     told = run_ranks(stuck, 4, str(tmp_path), limit_s=60)
     assert all(text.startswith("PeerTimeoutError: ") for text in told), told
     assert "rank 2 waited 5 s for NVSHMEM in setup" in told[2], told
-    assert all("rank 2 in setup" in told[rank] for rank in (0, 1, 3)), told
+    # The first of the others that loses rank 2 ends, too, and so on.
+    assert any("rank 2 in setup" in told[rank] for rank in (0, 1, 3)), told
+    assert all(" in setup" in told[rank] for rank in (0, 1, 3)), told
 
 
 def late(rank: int, folder: str) -> tuple[str, float]:
@@ -289,10 +291,10 @@ def hangs(rank: int, folder: str) -> str:
 
 
 def test_dead_peer(tmp_path: Path) -> None:
-    for outcome in launch_ranks(late, 3, str(tmp_path), limit_s=60)[:2]:
-        told, seconds = outcome.result
-        assert "rank 2" in told and "setup" in told, outcome
-        assert seconds < 5.0
+    answers = [outcome.result for outcome in launch_ranks(late, 3, str(tmp_path), limit_s=60)[:2]]
+    assert all(" in setup" in told and seconds < 5.0 for told, seconds in answers), answers
+    # Who learns of it first names it, and ends; the other one may then miss that rank.
+    assert any("rank 2 in setup" in told for told, _ in answers), answers
     for told in run_ranks(hangs, 2, str(tmp_path), limit_s=60):
         assert "waited 3 s for NVSHMEM in setup" in told, told
 
