@@ -18,7 +18,8 @@ from moe_ep.rank_rows import (
 )
 
 _SUM_DTYPES = ROW_DTYPES[:3]
-_INDEX_DTYPES = (torch.int64, torch.int32)
+INDEX_DTYPES = (torch.int64, torch.int32)
+_STRIDED = torch.strided
 
 
 def integer(name: str, value: Any, minimum: int | None = None) -> int:
@@ -51,7 +52,7 @@ def split_x(x: Any) -> tuple[Any, Any]:
 
 def check_payload(x: Any, scales: Any, device: torch.device | None) -> None:
     """device: where the tensors must be; None: all of them where x is."""
-    _check_tensor("x", x, ROW_DTYPES, 2, device)
+    check_tensor("x", x, ROW_DTYPES, 2, device)
     if (scales is not None) != (x.dtype == torch.float8_e4m3fn):
         raise TypeError(
             f"x is {x.dtype} {'without' if scales is None else 'with'} scales; FP8 data "
@@ -65,7 +66,7 @@ def check_payload(x: Any, scales: Any, device: torch.device | None) -> None:
         )
     if scales is None:
         return
-    _check_tensor("the scales", scales, (torch.float32, torch.int32), None, device or x.device)
+    check_tensor("the scales", scales, (torch.float32, torch.int32), None, device or x.device)
     if scales.dim() not in (1, 2) or scales.shape[0] != x.shape[0]:
         raise ValueError(
             f"the scales are {_shape(scales)}; for x {_shape(x)} they must be [{x.shape[0]}, "
@@ -96,11 +97,11 @@ def check_routing(
         )
     integers = (torch.int32, torch.int64)
     per_rank, in_rank, per_expert = (routing[name] for name in _LAYOUT)
-    _check_tensor(_LAYOUT[0], per_rank, integers, 1, device)
-    _check_tensor(_LAYOUT[1], in_rank, (torch.bool,), 2, device)
-    _check_tensor(_LAYOUT[2], per_expert, integers, 1, device)
-    _check_shape(_LAYOUT[0], per_rank, (num_ranks,))
-    _check_shape(_LAYOUT[1], in_rank, (num_tokens, num_ranks))
+    check_tensor(_LAYOUT[0], per_rank, integers, 1, device)
+    check_tensor(_LAYOUT[1], in_rank, (torch.bool,), 2, device)
+    check_tensor(_LAYOUT[2], per_expert, integers, 1, device)
+    check_shape(_LAYOUT[0], per_rank, (num_ranks,))
+    check_shape(_LAYOUT[1], in_rank, (num_tokens, num_ranks))
     num_experts = per_expert.shape[0]
     check_num_experts(num_experts, num_ranks)
     topk_idx, topk_weights = routing["topk_idx"], routing["topk_weights"]
@@ -110,7 +111,7 @@ def check_routing(
     if topk_idx is not None:
         check_topk_idx(topk_idx, device)
         num_topk = topk_idx.shape[1]
-        _check_shape("topk_idx", topk_idx, (num_tokens, num_topk))
+        check_shape("topk_idx", topk_idx, (num_tokens, num_topk))
         check_topk_weights(topk_weights, num_tokens, device, num_topk)
     if num_worst_tokens < 0 or (num_worst_tokens and not num_topk):
         raise ValueError(
@@ -129,7 +130,7 @@ def check_num_experts(num_experts: int, num_ranks: int) -> None:
 
 
 def check_topk_idx(topk_idx: Any, device: torch.device | None) -> None:
-    _check_tensor("topk_idx", topk_idx, _INDEX_DTYPES, 2, device)
+    check_tensor("topk_idx", topk_idx, INDEX_DTYPES, 2, device)
     if topk_idx.shape[1] == 0:
         raise ValueError(f"topk_idx is {_shape(topk_idx)}: no slot")
 
@@ -138,8 +139,8 @@ def check_topk_weights(
     weights: Any, num_rows: int, device: torch.device | None, num_topk: int
 ) -> None:
     """num_topk: K; 0: any."""
-    _check_tensor("topk_weights", weights, (torch.float32,), 2, device)
-    _check_shape("topk_weights", weights, (num_rows, num_topk or weights.shape[1]))
+    check_tensor("topk_weights", weights, (torch.float32,), 2, device)
+    check_shape("topk_weights", weights, (num_rows, num_topk or weights.shape[1]))
 
 
 def check_again(x: Tensor, scales: Tensor | None, form: RowFormat, num_tokens: int) -> RowFormat:
@@ -151,7 +152,7 @@ def check_again(x: Tensor, scales: Tensor | None, form: RowFormat, num_tokens: i
     Args:
         form: of the handle's dispatch.
     """
-    _check_shape("x", x, (num_tokens, form.hidden))
+    check_shape("x", x, (num_tokens, form.hidden))
     if x.dtype not in (form.dtype, sum_dtype(form)):
         raise TypeError(_other_dtype(x, form, form.dtype))
     num_scales = 0 if scales is None else scales_as_rows(scales).shape[1]
@@ -164,8 +165,8 @@ def check_again(x: Tensor, scales: Tensor | None, form: RowFormat, num_tokens: i
 
 
 def check_sums(x: Any, form: RowFormat, num_rows: int, device: torch.device | None) -> None:
-    _check_tensor("x", x, _SUM_DTYPES, 2, device)
-    _check_shape("x", x, (num_rows, form.hidden))
+    check_tensor("x", x, _SUM_DTYPES, 2, device)
+    check_shape("x", x, (num_rows, form.hidden))
     if x.dtype != sum_dtype(form):
         raise TypeError(_other_dtype(x, form, sum_dtype(form)))
 
@@ -194,27 +195,38 @@ def check_bias(bias: Any, num_tokens: int, x: Tensor, device: torch.device | Non
         raise ValueError(f"bias is a tuple of {len(given)}; give one tensor or two")
     for tensor in given:
         if tensor is not None:
-            _check_tensor("bias", tensor, (x.dtype,), 2, device)
-            _check_shape("bias", tensor, (num_tokens, x.shape[1]))
+            check_tensor("bias", tensor, (x.dtype,), 2, device)
+            check_shape("bias", tensor, (num_tokens, x.shape[1]))
     return [tensor for tensor in given if tensor is not None]
 
 
-def _check_tensor(
+def check_tensor(
     name: str,
     value: Any,
     dtypes: tuple[torch.dtype, ...],
     dimensions: int | None,
     device: torch.device | None,
 ) -> None:
+    """device: as for `check_place`."""
+    check_dimensions(name, value, dimensions)
+    check_kind(name, value, dtypes, device)
+
+
+def check_dimensions(name: str, value: Any, dimensions: int | None) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
-    if value.dtype not in dtypes:
-        raise TypeError(f"{name} is {value.dtype}; it must be {' or '.join(map(str, dtypes))}")
-    if value.layout is not torch.strided or value.is_nested:
+    if value.layout is not _STRIDED or value.is_nested:  # it may have no shape
         raise ValueError(f"{name} is sparse or nested; it must be dense")
-    check_place(name, value, device)
     if dimensions is not None and value.dim() != dimensions:
         raise ValueError(f"{name} is {_shape(value)}; it must have {dimensions} dimensions")
+
+
+def check_kind(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device | None
+) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
+    check_place(name, tensor, device)
 
 
 def check_place(name: str, tensor: Tensor, device: torch.device | None) -> None:
@@ -228,7 +240,7 @@ def check_place(name: str, tensor: Tensor, device: torch.device | None) -> None:
         raise ValueError(f"{name} is on {place}; it must be on {device}{hint}")
 
 
-def _check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+def check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(value.shape) != shape:
         raise ValueError(f"{name} is {_shape(value)}; it must be {list(shape)}")
 

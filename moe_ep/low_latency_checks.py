@@ -21,13 +21,18 @@ from moe_ep.backends.low_latency_base import (
     Shape,
     num_bytes_needed,
 )
-from moe_ep.buffer_checks import check_place, integer
+from moe_ep.buffer_checks import (
+    INDEX_DTYPES,
+    check_dimensions,
+    check_kind,
+    check_shape,
+    check_tensor,
+    integer,
+)
 from moe_ep.errors import OrderError
 from moe_ep.layout import FP8_BLOCK
 
 _COLUMN_MULTIPLE = ROW_ALIGNMENT // torch.bfloat16.itemsize
-_INDEX_DTYPES = (torch.int64, torch.int32)
-_STRIDED = torch.strided
 _MOST_ROWS = (1 << 31) - 1
 
 
@@ -61,8 +66,8 @@ def dispatch_shape(
     **_: Any,
 ) -> Shape:
     """What the ranks agree on, checked, and nothing else; num_bytes: of memory."""
-    _check_dimensions("x", x, 2)
-    _check_dimensions("topk_idx", topk_idx, 2)
+    check_dimensions("x", x, 2)
+    check_dimensions("topk_idx", topk_idx, 2)
     num_experts = _checked_experts(num_experts, num_ranks)
     max_tokens = integer("num_max_dispatch_tokens_per_rank", max_tokens)
     if not 1 <= max_tokens <= MAX_TOKENS or max_tokens * num_experts > _MOST_ROWS:
@@ -135,14 +140,14 @@ def outgoing(
 ) -> Outgoing:
     """This rank's part, checked. The device itself finds bad ids where there is one."""
     place = device or x.device
-    _check_kind("x", x, (torch.bfloat16,), device)
-    _check_kind("topk_idx", topk_idx, _INDEX_DTYPES, place)
+    check_kind("x", x, (torch.bfloat16,), device)
+    check_kind("topk_idx", topk_idx, INDEX_DTYPES, place)
     num_tokens = x.shape[0]
     if num_tokens > shape.max_tokens:
         raise ValueError(
             f"x has {num_tokens} tokens; num_max_dispatch_tokens_per_rank={shape.max_tokens}"
         )
-    _check_shape("topk_idx", topk_idx, (num_tokens, shape.num_slots))
+    check_shape("topk_idx", topk_idx, (num_tokens, shape.num_slots))
     _check_ending(one_ending)
     if use_ue8m0 and not (shape.fp8 and round_scale):
         raise ValueError("use_ue8m0 needs use_fp8 and round_scale: its scales are powers of two")
@@ -189,17 +194,17 @@ def combine_inputs(
     if use_logfmt:
         raise ValueError("use_logfmt=True is not supported; rows travel as bf16")
     _check_ending(one_ending)
-    _check_tensor("x", x, (torch.bfloat16,), 3, place)
-    _check_shape("x", x, (_local(shape, num_ranks), shape.num_rows(num_ranks), shape.hidden))
+    check_tensor("x", x, (torch.bfloat16,), 3, place)
+    check_shape("x", x, (_local(shape, num_ranks), shape.num_rows(num_ranks), shape.hidden))
     slots = (handle.num_tokens, shape.num_slots)
-    _check_tensor("topk_idx", topk_idx, _INDEX_DTYPES, 2, place)
-    _check_shape("topk_idx", topk_idx, slots)
-    _check_tensor("topk_weights", topk_weights, (torch.float32,), 2, place)
-    _check_shape("topk_weights", topk_weights, slots)
+    check_tensor("topk_idx", topk_idx, INDEX_DTYPES, 2, place)
+    check_shape("topk_idx", topk_idx, slots)
+    check_tensor("topk_weights", topk_weights, (torch.float32,), 2, place)
+    check_shape("topk_weights", topk_weights, slots)
     if out is None:
         out = x.new_empty(handle.num_tokens, shape.hidden)
-    _check_tensor("out", out, (torch.bfloat16,), 2, place)
-    _check_shape("out", out, (handle.num_tokens, shape.hidden))
+    check_tensor("out", out, (torch.bfloat16,), 2, place)
+    check_shape("out", out, (handle.num_tokens, shape.hidden))
     if not out.is_contiguous() or out.data_ptr() % ROW_ALIGNMENT:
         raise ValueError(f"out must be contiguous and begin at a multiple of {ROW_ALIGNMENT} bytes")
     _check_stats("combine_wait_recv_cost_stats", wait_stats, torch.int64, num_ranks, place)
@@ -225,7 +230,7 @@ def _block_signals(
     local, num_rows = _local(shape, num_ranks), shape.num_rows(num_ranks)
     if isinstance(signals, Tensor) and signals.dim() == 1:
         signals = signals.unsqueeze(1)
-    _check_tensor("block_signals", signals, (torch.int32,), 2, device)
+    check_tensor("block_signals", signals, (torch.int32,), 2, device)
     blocks = signals.shape[1]
     if len(signals) != local or blocks == 0 or num_rows % blocks or not signals.is_contiguous():
         raise ValueError(
@@ -264,45 +269,12 @@ def _check_ending(one_ending: bool) -> None:
         raise ValueError("async_finish and return_recv_hook exclude each other")
 
 
-def _check_tensor(
-    name: str,
-    value: Any,
-    dtypes: tuple[torch.dtype, ...],
-    dimensions: int,
-    device: torch.device | None,
-) -> None:
-    _check_dimensions(name, value, dimensions)
-    _check_kind(name, value, dtypes, device)
-
-
-def _check_dimensions(name: str, value: Any, dimensions: int) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}, not a tensor")
-    if value.layout is not _STRIDED or value.is_nested:  # it may have no shape
-        raise ValueError(f"{name} is sparse or nested; it must be dense")
-    if value.dim() != dimensions:
-        raise ValueError(f"{name} is {list(value.shape)}; it must have {dimensions} dimensions")
-
-
-def _check_kind(
-    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device | None
-) -> None:
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
-    check_place(name, tensor, device)
-
-
-def _check_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(value.shape) != shape:
-        raise ValueError(f"{name} is {list(value.shape)}; it must be {list(shape)}")
-
-
 def _check_stats(
     name: str, value: Any, dtype: torch.dtype, length: int, device: torch.device
 ) -> None:
     if value is None:
         return
-    _check_tensor(name, value, (dtype,), 1, device)
-    _check_shape(name, value, (length,))
+    check_tensor(name, value, (dtype,), 1, device)
+    check_shape(name, value, (length,))
     if not value.is_contiguous():
         raise ValueError(f"{name} is not contiguous")
