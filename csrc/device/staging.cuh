@@ -27,10 +27,11 @@ __device__ __forceinline__ StagingSlot current_slot(const CommView& comm,
   return slot;
 }
 
-// Copies `bytes` bytes, a multiple of 4 and 16-byte aligned, with the whole grid.
-__device__ __forceinline__ void copy_flat(char* target, const char* source, int64_t bytes) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+// Copies `bytes` bytes, a multiple of 4 and 16-byte aligned, with all blocks from first_block on.
+__device__ __forceinline__ void copy_flat(char* target, const char* source, int64_t bytes,
+                                          int first_block = 0) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x - first_block) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x - first_block) * blockDim.x;
   const int64_t vectors = bytes / kVectorBytes;
   for (int64_t first = thread; first < vectors; first += threads * kVectorsPerLane) {
     uint4 v[kVectorsPerLane];
@@ -65,10 +66,23 @@ __device__ __forceinline__ StagedRows staged_rows(const CommView& comm, const St
 }
 
 __device__ __forceinline__ void stage_probs(const PlanView& plan, const float* probs,
-                                            const StagedRows& stage) {
+                                            const StagedRows& stage, int first_block = 0) {
   if (probs == nullptr) return;
   copy_flat(reinterpret_cast<char*>(stage.probs), reinterpret_cast<const char*>(probs),
-            plan.num_tokens * plan.num_slots * static_cast<int64_t>(sizeof(float)));
+            plan.num_tokens * plan.num_slots * static_cast<int64_t>(sizeof(float)), first_block);
+}
+
+// Copies x [T, row_bytes] and probs [T, K], if there are any, into the slot, once it is free.
+// False: the kernel is to end.
+__device__ __forceinline__ bool stage_as_is(const CommView& comm, const PlanView& plan,
+                                            const StagingSlot& slot, const char* x,
+                                            const float* probs, int64_t row_bytes,
+                                            int first_block = 0) {
+  if (!wait_all_peers(comm, Signal::kStageDone, slot.last_used_by, Phase::kStageFree)) return false;
+  const StagedRows stage = staged_rows(comm, slot, comm.rank);
+  copy_flat(stage.rows, x, plan.num_tokens * row_bytes, first_block);
+  stage_probs(plan, probs, stage, first_block);
+  return true;
 }
 
 // A notify that failed on all ranks alike leaves nothing to stage for. What was staged before it is

@@ -3,9 +3,10 @@
 //
 // Tokens are cut into one contiguous range per warp of the grid. Each warp counts its range, the
 // counts are scanned over warps, blocks and ranks, and each warp then walks its range once more, in
-// order, to give every slot its place. Nothing depends on the order in which warps run.
+// order, to give every slot its place. Nothing depends on the order in which warps run. While
+// counts travel, the rows of the dispatch that follows are staged.
 #include "device/block_scan.cuh"
-#include "device/grid.cuh"
+#include "device/staging.cuh"
 #include "kernels/fetch_lists.cuh"
 #include "kernels/notify.h"
 #include "kernels/notify_counts.cuh"
@@ -323,6 +324,13 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
     send_counts(args, operation, args.scratch);
   else
     add_blocks_before(counters, args.scratch, columns);
+  // Block 0 goes on: while the others copy, the host gets its report and can launch the dispatch.
+  const int first_block = first_token_block();
+  if (args.stages != 0 && blockIdx.x >= first_block &&
+      !stage_as_is(comm, args.plan, current_slot(comm, true), args.x, args.probs, args.row_bytes,
+                   first_block)) {
+    return;
+  }
   CountMatrix matrix(comm, operation);
   if (!wait_for_counts(comm, matrix)) return;
   if (!compute_offsets(args, matrix, offsets, by_rank)) return;
@@ -340,6 +348,9 @@ __global__ void __launch_bounds__(kNotifyThreads, 1)
   }
 
   if (arrive_last(&comm.control->arrived_end) && threadIdx.x < 32) {
+    if (args.stages != 0) {
+      signal_peers(comm, Signal::kStageReady, signal_word(comm, operation + 1), threadIdx.x);
+    }
     signal_peers(comm, Signal::kListsReady, operation << kCulpritBits, threadIdx.x);
   }
   // Ending only when all ranks have published makes one notify a barrier: no rank can be so far

@@ -22,6 +22,10 @@ struct NotifyArgs {
   int64_t capacity;        // rows of the result at most; 0: no limit
   int32_t report_to_host;  // 1: the host waits for the counts of this call
   int32_t* scratch;
+  int32_t stages;      // 1: the rows of the dispatch to follow are staged while counts travel
+  const char* x;       // [T, H]
+  const float* probs;  // [T, K] or null
+  int64_t row_bytes;   // of x
   // Between hosts (csrc/nvshmem): `plan` is of the tokens of all hosts that concern this one, and
   // an expert has one block per host its rows come from, padded together.
   int32_t blocks_per_expert;  // 0 stands for 1

@@ -15,8 +15,10 @@ struct Range {
 };
 
 // Block 0 sees to the header and the host. The tokens are for the others, where there are any.
+__device__ __forceinline__ int first_token_block() { return gridDim.x > 1 ? 1 : 0; }
+
 __device__ inline Range warp_range(int64_t num_tokens) {
-  const int first_block = gridDim.x > 1 ? 1 : 0;
+  const int first_block = first_token_block();
   if (blockIdx.x < first_block) return {0, 0};
   const int64_t num_warps = static_cast<int64_t>(gridDim.x - first_block) * kNotifyWarps;
   const int64_t per_warp = ceil_div(num_tokens, num_warps);

@@ -13,10 +13,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const PlanView& plan = args.plan;
   if (is_aborted(comm) || !may_stage(comm, plan, args.before_notify)) return;
   const StagingSlot slot = current_slot(comm, args.before_notify);
-  if (!wait_all_peers(comm, Signal::kStageDone, slot.last_used_by, Phase::kStageFree)) return;
-  const StagedRows stage = staged_rows(comm, slot, comm.rank);
-  copy_flat(stage.rows, args.x, plan.num_tokens * args.row_bytes);
-  stage_probs(plan, args.probs, stage);
+  if (!stage_as_is(comm, plan, slot, args.x, args.probs, args.row_bytes)) return;
   publish_stage(comm, slot);
 }
 

@@ -204,9 +204,16 @@ uint64_t Communicator::notify(const PlanView& plan, const DispatchTensors* stage
                               uintptr_t topk_idx, bool is_64_bit, bool report, int64_t capacity,
                               const Launch& launch) {
   check_limit("slots of a token", plan.num_slots, 1, config_.num_slots);
-  if (staged != nullptr) stage_rows(plan, *staged, true, launch);
   NotifyArgs args{};
   args.comm = view(launch);
+  if (staged != nullptr && staged->fp8 == 0 && launch.num_sms <= kMaxNotifyBlocks) {
+    args.stages = stages(plan, *staged);
+    args.x = pointer<const char>(staged->x);
+    args.probs = pointer<const float>(staged->probs);
+    args.row_bytes = checked_row_bytes(staged->hidden, staged->type, config_.max_row_bytes);
+  } else if (staged != nullptr) {
+    stage_rows(plan, *staged, true, launch);
+  }
   args.plan = plan;
   args.topk_idx = pointer<const void>(topk_idx);
   args.topk_is_64_bit = is_64_bit;
@@ -243,15 +250,16 @@ void Communicator::fetch_lists(const PlanView& plan, const Launch& launch) {
   check_cuda(launch_fetch_lists(args, launch.num_sms, stream_of(launch)), "fetch_lists kernel");
 }
 
-bool Communicator::stages(const DispatchTensors& tensors) const {
-  return config_.num_ranks > 1 || tensors.fp8 != 0;  // a rank alone reads x itself
+bool Communicator::stages(const PlanView& plan, const DispatchTensors& tensors) const {
+  check_aligned("x", tensors.x);
+  check_aligned("probs", tensors.probs);
+  const bool has_room = plan.num_tokens <= memory_->shape().max_tokens;  // else notify will tell
+  return has_room && (config_.num_ranks > 1 || tensors.fp8 != 0);  // a rank alone reads x itself
 }
 
 void Communicator::stage_rows(const PlanView& plan, const DispatchTensors& tensors,
                               bool before_notify, const Launch& launch) {
-  check_aligned("x", tensors.x);
-  check_aligned("probs", tensors.probs);
-  if (plan.num_tokens > memory().shape().max_tokens || !stages(tensors)) return;
+  if (!stages(plan, tensors)) return;
   StageArgs args{};
   args.comm = view(launch);
   args.plan = plan;

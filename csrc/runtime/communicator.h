@@ -89,7 +89,7 @@ class Communicator {
                 int64_t items) const;
 
   // Each returns the operation's number, as a fault record would name it. All are asynchronous.
-  // staged: what the dispatch that is to follow sends, staged first; null: that dispatch will.
+  // staged: what the dispatch that is to follow sends, staged on the way; null: that dispatch will.
   // capacity: rows a result may have; 0: as many as come.
   uint64_t notify(const PlanView& plan, const DispatchTensors* staged, uintptr_t topk_idx,
                   bool is_64_bit, bool report, int64_t capacity, const Launch& launch);
@@ -130,7 +130,7 @@ class Communicator {
  private:
   PlanMemory layout_of_plan(int64_t num_tokens, int num_slots, int64_t rank_rows,
                             int64_t items) const;
-  bool stages(const DispatchTensors& tensors) const;
+  bool stages(const PlanView& plan, const DispatchTensors& tensors) const;
   void stage_rows(const PlanView& plan, const DispatchTensors& tensors, bool before_notify,
                   const Launch& launch);
   Counts read_counts() const;

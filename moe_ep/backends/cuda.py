@@ -108,7 +108,7 @@ class CudaBackend(CudaErrors, CudaFigures):
         probs: Tensor | None = None,
         fp8_scale: str | None = None,
     ) -> CudaPlan:
-        """With `x`, its rows are staged first: ranks that come early have something to do."""
+        """With `x`, its rows are staged while counts travel and the host gets ready."""
         self.check(call)
         capacity = capacity or self.layout.dispatch.capacity
         if capacity is None and call.error is None and torch.cuda.is_current_stream_capturing():
