@@ -21,16 +21,18 @@ __device__ __forceinline__ bool arrive_last(uint32_t* counter) {
   return is_last != 0;
 }
 
-// All blocks must be resident together. False: a fault elsewhere, the kernel is to end.
-__device__ __forceinline__ bool grid_barrier(const CommView& comm, uint64_t operation) {
-  // All blocks together add the highest bit, so that it flips, and the lower ones are zero again.
+// Of the first num_blocks blocks, which must be resident together. False: a fault elsewhere, the
+// kernel is to end.
+__device__ __forceinline__ bool grid_barrier(const CommView& comm, int num_blocks,
+                                             uint64_t operation) {
+  // These blocks together add the highest bit, so that it flips, and the lower ones are zero again.
   constexpr uint32_t kFlip = 0x80000000u;
   __shared__ uint32_t passed;
   uint32_t* barrier = &comm.control->barrier;
   __syncthreads();
   if (threadIdx.x == 0) {
     passed = 1;
-    const uint32_t share = blockIdx.x == 0 ? kFlip - (gridDim.x - 1) : 1;
+    const uint32_t share = blockIdx.x == 0 ? kFlip - (num_blocks - 1) : 1;
     const uint32_t before = ptx::add_acq_rel_device(barrier, share);
     // Longer than a wait for a peer: a block that is late because of one reports that one.
     const uint64_t limit_ns = 2 * comm.timeout_ns + 1000000000ull;

@@ -2,6 +2,9 @@
 #pragma once
 
 #include "device/numeric.cuh"
+#include "device/ptx.cuh"
+#include "shared/row_shape.h"
+#include "shared/staged_source.h"
 
 namespace moe_ep {
 
@@ -46,6 +49,63 @@ __device__ __forceinline__ uint2 quantize_vector(float (&f)[kFp8Columns], bool p
   scale = fp8_scale(amax, power_of_two);
   divide(f, scale);
   return {fp8_quad(f[0], f[1], f[2], f[3]), fp8_quad(f[4], f[5], f[6], f[7])};
+}
+
+// The vectors of all rows are one sequence: a row has a whole number of scales, and so of half
+// warps, so that lanes that share a scale are always in the same row.
+template <typename T>
+__device__ __forceinline__ void quantize_as(const StagedSource& source, int64_t num_tokens,
+                                            char* rows, float* scales, int first_block) {
+  constexpr int kLoads = kFp8Columns / kPerVector<T>;  // of 16 bytes, for a lane's columns
+  constexpr int kUnroll = kVectorsPerLane / kLoads;
+  const int lane = threadIdx.x % kWarp, warps_per_block = static_cast<int>(blockDim.x) / kWarp;
+  const int64_t total = num_tokens * source.hidden / kFp8Columns;
+  const int64_t step = static_cast<int64_t>(gridDim.x - first_block) * warps_per_block * kUnroll;
+  const int64_t warp =
+      static_cast<int64_t>(blockIdx.x - first_block) * warps_per_block + threadIdx.x / kWarp;
+  for (int64_t first = warp * kUnroll; first * kWarp < total; first += step) {
+    uint4 v[kUnroll][kLoads];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t vector = (first + u) * kWarp + lane;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        v[u][i] = make_uint4(0, 0, 0, 0);
+        const char* x = source.x + (vector * kLoads + i) * kVectorBytes;
+        if (vector < total) v[u][i] = ptx::load_row16(x);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t vector = (first + u) * kWarp + lane;
+      float f[kFp8Columns];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        float part[kPerVector<T>];
+        unpack(v[u][i], part, T());
+#pragma unroll
+        for (int j = 0; j < kPerVector<T>; ++j) f[i * kPerVector<T> + j] = part[j];
+      }
+      float scale;
+      const uint2 q = quantize_vector(f, source.power_of_two_scales != 0, scale);
+      if (vector >= total) continue;
+      ptx::store_row8(rows + vector * kFp8Columns, q);
+      if (lane % kLanesPerScale == 0) scales[vector / kLanesPerScale] = scale;
+    }
+  }
+}
+
+// Quantises x [T, H] to rows [T, H] and scales [T, H/128] with all blocks from first_block on.
+__device__ __forceinline__ void quantize(const StagedSource& source, int64_t num_tokens, char* rows,
+                                         float* scales, int first_block = 0) {
+  switch (source.type) {
+    case DataType::kBf16:
+      return quantize_as<__nv_bfloat16>(source, num_tokens, rows, scales, first_block);
+    case DataType::kFp16:
+      return quantize_as<__half>(source, num_tokens, rows, scales, first_block);
+    case DataType::kFp32:
+      return quantize_as<float>(source, num_tokens, rows, scales, first_block);
+  }
 }
 
 }  // namespace moe_ep

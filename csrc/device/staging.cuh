@@ -4,6 +4,7 @@
 
 #include "device/cursor.cuh"
 #include "device/grid.cuh"
+#include "device/quantize.cuh"
 #include "device/rows.cuh"
 
 namespace moe_ep {
@@ -16,11 +17,10 @@ struct StagingSlot {
   int32_t index;
 };
 
-// before_notify: the exchange of counts that the dispatch needs comes first, and takes a number.
-__device__ __forceinline__ StagingSlot current_slot(const CommView& comm,
-                                                    bool before_notify = false) {
+// in_notify: the exchange of counts that the dispatch needs has the next number.
+__device__ __forceinline__ StagingSlot current_slot(const CommView& comm, bool in_notify = false) {
   StagingSlot slot{};
-  slot.operation = comm.control->operation + (before_notify ? 2 : 1);
+  slot.operation = comm.control->operation + (in_notify ? 2 : 1);
   slot.index = static_cast<int32_t>(comm.control->num_stages & 1);
   slot.last_used_by = comm.control->stage_operation[slot.index];
   slot.offset = comm.layout.stage[slot.index];
@@ -65,40 +65,34 @@ __device__ __forceinline__ StagedRows staged_rows(const CommView& comm, const St
           reinterpret_cast<float*>(stage + comm.layout.stage_probs)};
 }
 
-__device__ __forceinline__ void stage_probs(const PlanView& plan, const float* probs,
-                                            const StagedRows& stage, int first_block = 0) {
-  if (probs == nullptr) return;
-  copy_flat(reinterpret_cast<char*>(stage.probs), reinterpret_cast<const char*>(probs),
-            plan.num_tokens * plan.num_slots * static_cast<int64_t>(sizeof(float)), first_block);
-}
-
-// Copies x [T, row_bytes] and probs [T, K], if there are any, into the slot, once it is free.
-// False: the kernel is to end.
-__device__ __forceinline__ bool stage_as_is(const CommView& comm, const PlanView& plan,
-                                            const StagingSlot& slot, const char* x,
-                                            const float* probs, int64_t row_bytes,
-                                            int first_block = 0) {
+// Copies or quantises this rank's rows into the slot, once it is free, with all blocks from
+// first_block on. False: the kernel is to end.
+__device__ __forceinline__ bool stage_rows(const CommView& comm, const PlanView& plan,
+                                           const StagedSource& source, const StagingSlot& slot,
+                                           int first_block = 0) {
   if (!wait_all_peers(comm, Signal::kStageDone, slot.last_used_by, Phase::kStageFree)) return false;
   const StagedRows stage = staged_rows(comm, slot, comm.rank);
-  copy_flat(stage.rows, x, plan.num_tokens * row_bytes, first_block);
-  stage_probs(plan, probs, stage, first_block);
+  if (source.to_fp8 != 0) {
+    quantize(source, plan.num_tokens, stage.rows, stage.scales, first_block);
+  } else {
+    copy_flat(stage.rows, source.x, plan.num_tokens * source.row_bytes, first_block);
+  }
+  if (source.probs == nullptr) return true;
+  copy_flat(reinterpret_cast<char*>(stage.probs), reinterpret_cast<const char*>(source.probs),
+            plan.num_tokens * plan.num_slots * static_cast<int64_t>(sizeof(float)), first_block);
   return true;
 }
 
-// A notify that failed on all ranks alike leaves nothing to stage for. What was staged before it is
-// then for nobody: notify has used up the number under which it was.
-__device__ __forceinline__ bool may_stage(const CommView& comm, const PlanView& plan,
-                                          bool before_notify) {
-  if (before_notify) return true;
+// A notify that failed on all ranks alike leaves nothing to stage for.
+__device__ __forceinline__ bool may_stage(const CommView& comm, const PlanView& plan) {
   const PlanHeader at = plan_header(comm.num_ranks, comm.num_experts / comm.num_ranks);
   return plan.header[at.status] == static_cast<int32_t>(NotifyStatus::kOk);
 }
 
-// Tells all peers that the slot is filled, once every block has filled its part.
-__device__ __forceinline__ void publish_stage(const CommView& comm, const StagingSlot& slot) {
-  if (arrive_last(&comm.control->arrived_stage) && threadIdx.x < kWarp) {
-    signal_peers(comm, Signal::kStageReady, signal_word(comm, slot.operation), threadIdx.x);
-  }
+// Tells all peers that the slot is filled. For the block that arrives last.
+__device__ __forceinline__ void signal_staged(const CommView& comm, uint64_t operation) {
+  if (threadIdx.x >= kWarp) return;
+  signal_peers(comm, Signal::kStageReady, signal_word(comm, operation), threadIdx.x);
 }
 
 // Ends the operation: tells all peers that their slots were read, once every block has read.

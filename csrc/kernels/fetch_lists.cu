@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads)
   load_cut(comm, header + at.rank_row_begin, header + at.source_rank_row, rows);
   load_cut(comm, header + at.item_begin, header + at.source_item, items);
   __syncthreads();
-  fetch_lists(comm, args.plan, rows, items);
+  fetch_lists(comm, args.plan, rows, items, static_cast<int>(gridDim.x));
 }
 
 }  // namespace

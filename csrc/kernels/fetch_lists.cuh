@@ -21,13 +21,13 @@ __device__ __forceinline__ void load_cut(const CommView& comm, const int32_t* be
 }
 
 // Calls load(source, index there) and store(index in the plan, source, value) for every element,
-// several loads at a time, with all threads of the grid.
+// several loads at a time, with all threads of num_blocks blocks.
 template <typename Load, typename Store>
-__device__ __forceinline__ void copy_list(const CommView& comm, const ListCut& cut, Load load,
-                                          Store store) {
+__device__ __forceinline__ void copy_list(const CommView& comm, const ListCut& cut, int num_blocks,
+                                          Load load, Store store) {
   constexpr int kLoads = 4;
   const int total = cut.begin[comm.num_ranks];
-  const int step = static_cast<int>(gridDim.x * blockDim.x);
+  const int step = num_blocks * static_cast<int>(blockDim.x);
   int source = 0;
   for (int first = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); first < total;
        first += kLoads * step) {
@@ -49,12 +49,13 @@ __device__ __forceinline__ void copy_list(const CommView& comm, const ListCut& c
   }
 }
 
-// Called by all blocks of the grid, once the lists of all sources are known to be published. The
-// cuts are those of the plan's header.
+// Called by the first num_blocks blocks, once the lists of all sources are known to be published.
+// The cuts are those of the plan's header.
 __device__ __forceinline__ void fetch_lists(const CommView& comm, const PlanView& plan,
-                                            const ListCut& rows, const ListCut& items) {
+                                            const ListCut& rows, const ListCut& items,
+                                            int num_blocks) {
   copy_list(
-      comm, rows,
+      comm, rows, num_blocks,
       [&](int source, int index) {
         const char* list = comm.peers[source] + comm.layout.rank_rows;
         return ptx::load_row16(list + index * static_cast<int64_t>(sizeof(RankRow)));
@@ -65,7 +66,7 @@ __device__ __forceinline__ void fetch_lists(const CommView& comm, const PlanView
                                  static_cast<int32_t>(v.w)};
       });
   copy_list(
-      comm, items,
+      comm, items, num_blocks,
       [&](int source, int index) {
         const char* list = comm.peers[source] + comm.layout.items;
         return ptx::load_row8(list + index * static_cast<int64_t>(sizeof(Item)));

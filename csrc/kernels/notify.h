@@ -5,10 +5,11 @@
 
 #include "shared/comm_view.h"
 #include "shared/plan_layout.h"
+#include "shared/staged_source.h"
 
 namespace moe_ep {
 
-constexpr int kMaxNotifyBlocks = 32;
+constexpr int kMaxNotifyBlocks = 32;  // that count; more can stage
 
 // int32 words of scratch the kernel needs.
 int64_t notify_scratch_words(int num_experts, int num_ranks);
@@ -22,10 +23,8 @@ struct NotifyArgs {
   int64_t capacity;        // rows of the result at most; 0: no limit
   int32_t report_to_host;  // 1: the host waits for the counts of this call
   int32_t* scratch;
-  int32_t stages;      // 1: the rows of the dispatch to follow are staged while counts travel
-  const char* x;       // [T, H]
-  const float* probs;  // [T, K] or null
-  int64_t row_bytes;   // of x
+  int32_t stages;  // 1: the rows of the dispatch to follow are staged while counts travel
+  StagedSource source;
   // Between hosts (csrc/nvshmem): `plan` is of the tokens of all hosts that concern this one, and
   // an expert has one block per host its rows come from, padded together.
   int32_t blocks_per_expert;  // 0 stands for 1

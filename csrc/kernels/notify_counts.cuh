@@ -1,4 +1,4 @@
-// First half of notify: counting the slots of this rank, and the exchange of counts.
+// First part of notify: counting the slots of this rank, and the exchange of counts.
 #pragma once
 
 #include "device/grid.cuh"
@@ -14,13 +14,18 @@ struct Range {
   int64_t begin, end;  // tokens
 };
 
+// The first blocks exchange counts. The others only stage.
+__device__ __forceinline__ int counting_blocks() {
+  return min(static_cast<int>(gridDim.x), kMaxNotifyBlocks);
+}
+
 // Block 0 sees to the header and the host. The tokens are for the others, where there are any.
 __device__ __forceinline__ int first_token_block() { return gridDim.x > 1 ? 1 : 0; }
 
 __device__ inline Range warp_range(int64_t num_tokens) {
   const int first_block = first_token_block();
   if (blockIdx.x < first_block) return {0, 0};
-  const int64_t num_warps = static_cast<int64_t>(gridDim.x - first_block) * kNotifyWarps;
+  const int64_t num_warps = static_cast<int64_t>(counting_blocks() - first_block) * kNotifyWarps;
   const int64_t per_warp = ceil_div(num_tokens, num_warps);
   const int64_t warp = (blockIdx.x - first_block) * kNotifyWarps + threadIdx.x / 32;
   const int64_t begin = min64(warp * per_warp, num_tokens);
@@ -185,7 +190,7 @@ __device__ inline void send_counts(const NotifyArgs& args, uint64_t operation,
   const int experts = comm.num_experts, ranks = comm.num_ranks;
   const int columns = count_columns(experts, ranks);
   for (int c = threadIdx.x; c < columns; c += kNotifyThreads) {
-    int32_t value = sum_blocks(block_counts, columns, c, static_cast<int>(gridDim.x));
+    int32_t value = sum_blocks(block_counts, columns, c, counting_blocks());
     if (c == bad_index_column(experts, ranks)) value += comm.bad_input;
     if (c == num_tokens_column(experts, ranks)) {
       value = static_cast<int>(args.verdict != nullptr ? args.own_tokens : args.plan.num_tokens);

@@ -184,15 +184,15 @@ void RailExchange::quantize(uintptr_t x, int type, int64_t num_tokens, int hidde
     throw std::invalid_argument("rows of " + std::to_string(hidden) +
                                 " columns; FP8 needs a multiple of 128, aligned to 16 bytes");
   }
-  StageArgs args{};
-  args.plan.num_tokens = num_tokens;
-  args.x = pointer<const char>(x);
-  args.type = static_cast<DataType>(type);
-  args.hidden = hidden;
-  args.power_of_two_scales = power_of_two;
-  args.rows_out = pointer<char>(q);
-  args.scales_out = pointer<float>(scales);
-  check_cuda(launch_stage_fp8(args, launch.num_sms, stream_of(launch)), "stage_fp8 kernel");
+  QuantizeArgs args{};
+  args.source.x = pointer<const char>(x);
+  args.source.type = static_cast<DataType>(type);
+  args.source.hidden = hidden;
+  args.source.power_of_two_scales = power_of_two;
+  args.num_tokens = num_tokens;
+  args.rows = pointer<char>(q);
+  args.scales = pointer<float>(scales);
+  check_cuda(launch_quantize(args, launch.num_sms, stream_of(launch)), "quantize kernel");
 }
 
 void RailExchange::send_rows(const Communicator& comm, const RailRows& rows, const Launch& launch) {

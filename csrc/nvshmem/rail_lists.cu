@@ -73,8 +73,9 @@ __global__ void __launch_bounds__(kThreads)
   load_cut(comm, plan.header + at.item_begin, plan.header + at.source_item, items);
   __syncthreads();
   const int part_tokens = static_cast<int>(args.part_tokens);
+  const int num_blocks = static_cast<int>(gridDim.x);
   copy_list(
-      comm, rows,
+      comm, rows, num_blocks,
       [&](int source, int index) {
         const char* list = comm.peers[source] + comm.layout.rank_rows;
         return ptx::load_row16(list + index * static_cast<int64_t>(sizeof(RankRow)));
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kThreads)
             static_cast<int32_t>(v.z) + items.begin[source], static_cast<int32_t>(v.w)};
       });
   copy_list(
-      comm, items,
+      comm, items, num_blocks,
       [&](int source, int index) {
         const char* list = comm.peers[source] + comm.layout.items;
         return ptx::load_row8(list + index * static_cast<int64_t>(sizeof(Item)));

@@ -206,13 +206,9 @@ uint64_t Communicator::notify(const PlanView& plan, const DispatchTensors* stage
   check_limit("slots of a token", plan.num_slots, 1, config_.num_slots);
   NotifyArgs args{};
   args.comm = view(launch);
-  if (staged != nullptr && staged->fp8 == 0 && launch.num_sms <= kMaxNotifyBlocks) {
-    args.stages = stages(plan, *staged);
-    args.x = pointer<const char>(staged->x);
-    args.probs = pointer<const float>(staged->probs);
-    args.row_bytes = checked_row_bytes(staged->hidden, staged->type, config_.max_row_bytes);
-  } else if (staged != nullptr) {
-    stage_rows(plan, *staged, true, launch);
+  if (staged != nullptr && stages(plan, *staged)) {
+    args.stages = 1;
+    args.source = staged_source(*staged);
   }
   args.plan = plan;
   args.topk_idx = pointer<const void>(topk_idx);
@@ -253,33 +249,33 @@ void Communicator::fetch_lists(const PlanView& plan, const Launch& launch) {
 bool Communicator::stages(const PlanView& plan, const DispatchTensors& tensors) const {
   check_aligned("x", tensors.x);
   check_aligned("probs", tensors.probs);
-  const bool has_room = plan.num_tokens <= memory_->shape().max_tokens;  // else notify will tell
-  return has_room && (config_.num_ranks > 1 || tensors.fp8 != 0);  // a rank alone reads x itself
+  if (plan.num_tokens > memory_->shape().max_tokens) return false;  // notify will ask for room
+  return config_.num_ranks > 1 || tensors.fp8 != 0;                 // a rank alone reads x itself
 }
 
-void Communicator::stage_rows(const PlanView& plan, const DispatchTensors& tensors,
-                              bool before_notify, const Launch& launch) {
-  if (!stages(plan, tensors)) return;
-  StageArgs args{};
-  args.comm = view(launch);
-  args.plan = plan;
-  args.before_notify = before_notify;
-  args.x = pointer<const char>(tensors.x);
-  args.probs = pointer<const float>(tensors.probs);
-  args.row_bytes = checked_row_bytes(tensors.hidden, tensors.type, config_.max_row_bytes);
-  args.type = static_cast<DataType>(tensors.type);
-  args.hidden = tensors.hidden;
-  args.power_of_two_scales = tensors.fp8 == 2;
-  if (tensors.fp8 == 0) {
-    check_cuda(launch_stage(args, launch.num_sms, stream_of(launch)), "stage kernel");
-    return;
-  }
-  if (tensors.hidden % kFp8Block != 0 || tensors.hidden / kFp8Block > config_.max_scales) {
+StagedSource Communicator::staged_source(const DispatchTensors& tensors) const {
+  const bool to_fp8 = tensors.fp8 != 0;
+  if (to_fp8 &&
+      (tensors.hidden % kFp8Block != 0 || tensors.hidden / kFp8Block > config_.max_scales)) {
     throw std::invalid_argument("hidden is " + std::to_string(tensors.hidden) +
                                 "; FP8 needs a multiple of 128, at most " +
                                 std::to_string(config_.max_scales * kFp8Block));
   }
-  check_cuda(launch_stage_fp8(args, launch.num_sms, stream_of(launch)), "stage_fp8 kernel");
+  return {pointer<const char>(tensors.x),
+          pointer<const float>(tensors.probs),
+          checked_row_bytes(tensors.hidden, tensors.type, config_.max_row_bytes),
+          static_cast<DataType>(tensors.type),
+          tensors.hidden,
+          to_fp8,
+          tensors.fp8 == 2};
+}
+
+void Communicator::stage(const PlanView& plan, const DispatchTensors& tensors,
+                         const Launch& launch) {
+  const CommView comm = view(launch);
+  if (!stages(plan, tensors)) return;
+  const StageArgs args{comm, plan, staged_source(tensors)};
+  check_cuda(launch_stage(args, launch.num_sms, stream_of(launch)), "stage kernel");
 }
 
 uint64_t Communicator::dispatch(const PlanView& plan, const DispatchTensors& tensors,

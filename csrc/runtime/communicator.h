@@ -12,6 +12,7 @@
 #include "runtime/symmetric_memory.h"
 #include "shared/comm_view.h"
 #include "shared/plan_layout.h"
+#include "shared/staged_source.h"
 
 namespace moe_ep {
 
@@ -101,9 +102,7 @@ class Communicator {
   void fetch_lists(const PlanView& plan, const Launch& launch);
   // First half of a dispatch, after a notify that has not staged: needs neither the plan's lists
   // nor its counts. Does nothing, on any rank, if that notify has failed.
-  void stage(const PlanView& plan, const DispatchTensors& tensors, const Launch& launch) {
-    stage_rows(plan, tensors, false, launch);
-  }
+  void stage(const PlanView& plan, const DispatchTensors& tensors, const Launch& launch);
   uint64_t dispatch(const PlanView& plan, const DispatchTensors& tensors, uintptr_t rows,
                     uintptr_t row_probs, uintptr_t row_scales, const Launch& launch);
   uint64_t combine(const PlanView& plan, const CombineTensors& tensors, const Launch& launch);
@@ -131,8 +130,7 @@ class Communicator {
   PlanMemory layout_of_plan(int64_t num_tokens, int num_slots, int64_t rank_rows,
                             int64_t items) const;
   bool stages(const PlanView& plan, const DispatchTensors& tensors) const;
-  void stage_rows(const PlanView& plan, const DispatchTensors& tensors, bool before_notify,
-                  const Launch& launch);
+  StagedSource staged_source(const DispatchTensors& tensors) const;
   Counts read_counts() const;
 
   CommunicatorConfig config_;
