@@ -54,17 +54,18 @@ __device__ __forceinline__ uint4 pack(const float (&f)[4], float) {
                     __float_as_uint(f[3]));
 }
 
-// The scale of a block whose largest magnitude has these bits (as an unsigned fp32 without sign:
-// NaN is then the largest of all). Bit for bit what moe_ep/quant.py computes.
-__device__ __forceinline__ float fp8_scale(uint32_t amax_bits, bool power_of_two) {
-  if (amax_bits == 0) return 1.0f;
-  const float amax = __uint_as_float(amax_bits);
-  float scale = __fdiv_rn(amax, 448.0f);
-  if (scale < 1.17549435e-38f) scale = 1.17549435e-38f;  // the smallest normal; NaN stays
-  const uint32_t bits = __float_as_uint(scale);
-  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-  if (!power_of_two || !finite) return scale;
-  return __uint_as_float((bits + 0x007fffffu) & 0x7f800000u);  // up, unless it is one already
+// The scale of a block whose largest magnitude is amax, NaN if one of them is. Bit for bit what
+// moe_ep/quant.py computes: the correction makes the product a rounded quotient (see divide).
+__device__ __forceinline__ float fp8_scale(float amax, bool power_of_two) {
+  constexpr float kLargest = 448.0f, kReciprocal = 1 / kLargest, kSmallestScale = 0x1p-126f;
+  const float product = __fmul_rn(amax, kReciprocal);
+  float scale = __fmaf_rn(__fmaf_rn(product, kLargest, -amax), -kReciprocal, product);
+  if (scale < kSmallestScale) scale = kSmallestScale;
+  if (power_of_two) {  // up, unless it is one already
+    scale = __uint_as_float((__float_as_uint(scale) + 0x007fffffu) & 0x7f800000u);
+  }
+  if (!(amax < INFINITY)) return amax;
+  return amax == 0.0f ? 1.0f : scale;
 }
 
 __device__ __forceinline__ uint32_t fp8_quad(float a, float b, float c, float d) {

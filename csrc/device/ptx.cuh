@@ -122,4 +122,17 @@ __device__ __forceinline__ uint64_t global_nanoseconds() {
   return value;
 }
 
+// The larger of two, NaN if either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+// To one unit in the last place; zero where a result or argument is subnormal.
+__device__ __forceinline__ float approximate_reciprocal(float f) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(f));
+  return reciprocal;
+}
+
 }  // namespace moe_ep::ptx

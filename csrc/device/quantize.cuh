@@ -11,40 +11,39 @@ namespace moe_ep {
 constexpr int kFp8Columns = 8;  // of a lane
 constexpr int kLanesPerScale = kFp8Block / kFp8Columns;
 
-// Rarely called: kept out of the way of what is.
-static __device__ __noinline__ float plain_quotient(float f, float scale) {
-  return __fdiv_rn(f, scale);
-}
-
-// What rounds to FP8 as f / scale, rounded to nearest, does. With a correctly rounded reciprocal
-// one correction of the product gives that quotient (Markstein, 1990) as long as the remainder can
-// be represented; it takes a third of the instructions of a division. Quotients that round to zero
-// stay as they are, with their sign.
+// f / scale, rounded to nearest. The correctly rounded reciprocal and one correction of the product
+// give that quotient as long as the remainder can be represented (Markstein, 1990). It is taken
+// negative: so a zero keeps its sign. What rounds to zero in FP8 may be less exact.
 __device__ __forceinline__ void divide(float (&f)[kFp8Columns], float scale) {
-  constexpr float kLargeScale = 0x1p90f, kRoundsToZero = 0x1p-12f;
-  if (!(scale > 1 / kLargeScale && scale < kLargeScale)) {  // NaN, too
+  constexpr float kFar = 0x1p90f, kNearer = 0x1p64f;
+  if (!(scale > 1 / kFar && scale < kFar)) {  // hardly ever
+    float factor = scale < 1 ? kNearer : 1 / kNearer;
+    scale *= factor;
+    if (!(scale < INFINITY)) {  // then the product is the quotient
+      factor = scale == INFINITY ? 0.0f : scale;
+      scale = 1.0f;
+    }
 #pragma unroll
-    for (int j = 0; j < kFp8Columns; ++j) f[j] = plain_quotient(f[j], scale);
-    return;
+    for (int j = 0; j < kFp8Columns; ++j) f[j] *= factor;
   }
-  const float reciprocal = __frcp_rn(scale);
+  float reciprocal = ptx::approximate_reciprocal(scale);
+  reciprocal = __fmaf_rn(reciprocal, __fmaf_rn(-scale, reciprocal, 1.0f), reciprocal);
 #pragma unroll
   for (int j = 0; j < kFp8Columns; ++j) {
     const float q = __fmul_rn(f[j], reciprocal);
-    const float corrected = __fmaf_rn(__fmaf_rn(-q, scale, f[j]), reciprocal, q);
-    f[j] = fabsf(q) > kRoundsToZero ? corrected : q;
+    f[j] = __fmaf_rn(__fmaf_rn(q, scale, -f[j]), -reciprocal, q);
   }
 }
 
 // Quantises one vector per lane, bit for bit as moe_ep/quant.py. All lanes of the warp call it.
 __device__ __forceinline__ uint2 quantize_vector(float (&f)[kFp8Columns], bool power_of_two,
                                                  float& scale) {
-  uint32_t amax = 0;
+  float amax = fabsf(f[0]);
 #pragma unroll
-  for (int j = 0; j < kFp8Columns; ++j) amax = max(amax, __float_as_uint(f[j]) & 0x7fffffffu);
+  for (int j = 1; j < kFp8Columns; ++j) amax = ptx::max_or_nan(amax, fabsf(f[j]));
 #pragma unroll
   for (int step = kLanesPerScale / 2; step > 0; step /= 2) {
-    amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+    amax = ptx::max_or_nan(amax, __shfl_xor_sync(0xffffffffu, amax, step));
   }
   scale = fp8_scale(amax, power_of_two);
   divide(f, scale);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fp8_scenarios
 import pytest
 import scenarios
 import stream_scenarios
@@ -90,6 +91,10 @@ def test_async_equals_synchronous(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_unaligned_tensors(num_ranks: int) -> None:
     run_ranks(stream_scenarios.check_unaligned, num_ranks, limit_s=120)
+
+
+def test_fp8_values() -> None:
+    run_ranks(fp8_scenarios.check_values, 1, limit_s=120)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
