@@ -128,7 +128,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
   return larger;
 }
-// To one unit in the last place; zero where a result or argument is subnormal.
+// To one unit in the last place; subnormal results and arguments count as zero.
 __device__ __forceinline__ float approximate_reciprocal(float f) {
   float reciprocal;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(f));

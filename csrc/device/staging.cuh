@@ -1,5 +1,5 @@
-// The protocol around a staging slot, shared by the dispatch kernels: wait until it is free, say
-// that it is filled, say that it was read.
+// A staging slot: wait until it is free, fill it with rows as they are or quantised, say that it is
+// filled, say that it was read. Shared by notify and the dispatch kernels.
 #pragma once
 
 #include "device/cursor.cuh"
@@ -17,10 +17,9 @@ struct StagingSlot {
   int32_t index;
 };
 
-// in_notify: the exchange of counts that the dispatch needs has the next number.
-__device__ __forceinline__ StagingSlot current_slot(const CommView& comm, bool in_notify = false) {
+__device__ __forceinline__ StagingSlot current_slot(const CommView& comm) {
   StagingSlot slot{};
-  slot.operation = comm.control->operation + (in_notify ? 2 : 1);
+  slot.operation = comm.control->operation + 1;
   slot.index = static_cast<int32_t>(comm.control->num_stages & 1);
   slot.last_used_by = comm.control->stage_operation[slot.index];
   slot.offset = comm.layout.stage[slot.index];

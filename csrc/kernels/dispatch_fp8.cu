@@ -11,12 +11,10 @@ namespace moe_ep {
 namespace {
 
 constexpr int kThreads = 640;
-constexpr int kColumns = 8;  // of a lane
-constexpr int kLanesPerScale = kFp8Block / kColumns;
 
 template <typename T>
-__device__ __forceinline__ void store_columns(T* target, const float (&f)[kColumns]) {
-  constexpr int kVectors = kColumns / kPerVector<T>;
+__device__ __forceinline__ void store_columns(T* target, const float (&f)[kFp8Columns]) {
+  constexpr int kVectors = kFp8Columns / kPerVector<T>;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     float part[kPerVector<T>];
@@ -42,7 +40,7 @@ __device__ __forceinline__ void load_fp8_piece(Fp8Piece& piece, const char* row,
     piece.scale[i] = 0.0f;
     if (index >= vectors) continue;
     const int vector = first_vector + index;
-    piece.q[i] = ptx::load_row8(row + vector * kColumns);
+    piece.q[i] = ptx::load_row8(row + vector * kFp8Columns);
     piece.scale[i] = scales[vector / kLanesPerScale];
   }
 }
@@ -53,9 +51,9 @@ __device__ __forceinline__ void store_dequantized(T* column, int64_t hidden, con
                                                   float scale, int item_row, int count,
                                                   bool inside) {
   const uint32_t words[2] = {q.x, q.y};
-  float f[kColumns];
+  float f[kFp8Columns];
 #pragma unroll
-  for (int j = 0; j < kColumns / 2; ++j) {
+  for (int j = 0; j < kFp8Columns / 2; ++j) {
     const float2 pair = fp8_pair(words[j / 2] >> (j % 2 * 16));
     f[2 * j] = pair.x * scale;
     f[2 * j + 1] = pair.y * scale;
@@ -81,7 +79,7 @@ __device__ __forceinline__ void move_dequantized(const DispatchArgs& args, const
   for (int i = 0; i < kVectorsPerLane; ++i) {
     if (i * kWarp >= vectors) break;  // the same in all lanes
     const int index = i * kWarp + lane;
-    T* column = reinterpret_cast<T*>(args.rows) + (first_vector + index) * kColumns;
+    T* column = reinterpret_cast<T*>(args.rows) + (first_vector + index) * kFp8Columns;
     store_dequantized(column, hidden, piece.q[i], piece.scale[i], cursor.item().row,
                       cursor.row().item_count, index < vectors);
   }

@@ -1,10 +1,10 @@
 // notify: a stable histogram and scan of topk_idx, the exchange of counts, and the publication of
 // the lists by which the destinations pull.
 //
-// Tokens are cut into one contiguous range per warp of the grid. Each warp counts its range, the
-// counts are scanned over warps, blocks and ranks, and each warp then walks its range once more, in
-// order, to give every slot its place. Nothing depends on the order in which warps run. While
-// counts travel, the rows of the dispatch that follows are staged.
+// Tokens are cut into one contiguous range per warp of the blocks that count. Each warp counts its
+// range, the counts are scanned over warps, blocks and ranks, and each warp then walks its range
+// once more, in order, to give every slot its place. Nothing depends on the order in which warps
+// run. While counts travel, the rows of the dispatch that follows are staged.
 #include "device/staging.cuh"
 #include "kernels/fetch_lists.cuh"
 #include "kernels/notify.h"
@@ -156,12 +156,13 @@ __device__ void clear_slots(const PlanView& plan) {
   for (int64_t i = first; i < plan.num_tokens; i += step) plan.num_partials[i] = 0;
 }
 
-// Stages the rows of the dispatch to follow, if it is given them. Block 0 has no part in it: the
-// host gets its report meanwhile, and can launch that dispatch. False: the kernel is to end.
+// Stages the rows of the dispatch to follow, if it is given them. Block 0 leaves that to others, if
+// there are any: the host gets its report meanwhile, and can launch that dispatch. False: the
+// kernel is to end.
 __device__ bool stage_meanwhile(const NotifyArgs& args) {
   const int first_block = first_token_block();
   if (args.stages == 0 || blockIdx.x < first_block) return true;
-  const StagingSlot slot = current_slot(args.comm, true);
+  const StagingSlot slot = current_slot(args.comm);
   return stage_rows(args.comm, args.plan, args.source, slot, first_block);
 }
 
@@ -169,7 +170,7 @@ __device__ bool stage_meanwhile(const NotifyArgs& args) {
 __device__ void publish(const NotifyArgs& args, uint64_t operation) {
   const CommView& comm = args.comm;
   if (!arrive_last(&comm.control->arrived_end) || threadIdx.x >= 32) return;
-  if (args.stages != 0) signal_staged(comm, operation + 1);
+  if (args.stages != 0) signal_staged(comm, operation + 1);  // the number of the dispatch
   signal_peers(comm, Signal::kListsReady, operation << kCulpritBits, threadIdx.x);
 }
 

@@ -270,7 +270,8 @@ class CountMatrix {
 
 // Waits until the ranks have sent their counts. One word tells for its row: all are sent at once,
 // and what should still be on its way is waited for when it is read. Block 0 tells the host who
-// came last. Called by all threads; false: the kernel is to end.
+// came last (without the time in which it staged, if it is the only block). Called by all threads;
+// false: the kernel is to end.
 __device__ inline bool wait_for_counts(const CommView& comm, CountMatrix& matrix) {
   __shared__ unsigned long long slowest;  // nobody: all were there before this rank's own were sent
   if (threadIdx.x == 0) slowest = pack_wait(0, comm.rank);

@@ -33,7 +33,7 @@ struct Control {
   uint64_t combine_operation;   // operation that last wrote combine slots
   uint32_t abort;               // 1 after a fault: every wait gives up at once
   uint32_t culprit;             // 1 + a rank that said its input is bad; 0: none so far
-  uint32_t barrier;             // of the grid: its highest bit flips when all blocks have arrived
+  uint32_t barrier;             // its highest bit flips when all blocks that take part have come
   uint32_t arrived_stage;       // blocks that are half done (low latency: that have read)
   uint32_t arrived_end;         // blocks that have finished it all
 };

@@ -288,8 +288,8 @@ class CudaBackend(CudaErrors, CudaFigures):
     def _start(
         self, plan: CudaPlan, topk_idx: Tensor, launch: Any, call: Call, capacity: int = 0
     ) -> None:
-        """Stages what the plan is to send, if that is known, and launches the exchange of counts;
-        and of lists, if the plan has room for them.
+        """Launches the exchange of counts, and of lists, if the plan has room for them; on the way
+        it stages what the plan is to send, if that is known.
 
         The host waits for the counts, unless a capacity makes it unnecessary."""
         staged = None if plan.staged is None else plan.staged[2]

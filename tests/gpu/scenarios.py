@@ -152,12 +152,12 @@ def check_case(backend: CudaBackend, case: Case, seed: int = 0) -> None:
     else:
         travelled = rows
     poison()
-    plan = backend.prepare(idx, case.call())
+    plan = backend.prepare(idx, case.call(), x=x, probs=probs, fp8_scale=scale)
     extra = plan.num_rows - len(rows)  # what a static capacity leaves
     assert extra == 0 if case.capacity is None else extra >= 0
     assert plan.tokens_per_expert.tolist() == blocks, (plan.tokens_per_expert.tolist(), blocks)
     used = len(rows)
-    for _ in range(case.repeats):
+    for _ in range(max(case.repeats, 2)):  # staged by `prepare`, then for a known routing
         poison()
         arrived = backend.dispatch(plan, x, probs, case.call(), scale, dequantize=scale is not None)
         assert torch.equal(arrived.rows[:used].cpu(), travelled), _where(arrived.rows, travelled)
@@ -254,6 +254,15 @@ def check_growth(rank: int) -> None:
     backend.destroy()
 
 
+def check_different_num_sms(rank: int) -> None:
+    for scale in (None, "fp32"):
+        case = Case(tokens=(300, 129), hidden=512, fp8_scale=scale)
+        backend = make_backend(case)
+        backend.num_sms = (1, 2, 5, 40)[rank]
+        check_case(backend, case)
+        backend.destroy()
+
+
 def check_capacity(rank: int) -> str:
     """Static shapes, the same numbers; an overflow raises on all ranks at the next check."""
     case = Case(tokens=(20, 31), tokens_per_rank=64, capacity=400, alignment=4)
@@ -263,7 +272,7 @@ def check_capacity(rank: int) -> str:
     backend = make_backend(replace(case, capacity=30, routing="one_expert"))
     x, idx, probs = make_inputs(replace(case, routing="one_expert"))
     try:
-        plan = backend.prepare(idx, call())
+        plan = backend.prepare(idx, call(), x=x, probs=probs)
         arrived = backend.dispatch(plan, x, probs, call())  # may know already
         torch.cuda.synchronize()
         assert not arrived.rows.any()
@@ -282,7 +291,7 @@ def check_graph(rank: int) -> None:
     x, idx, probs = make_inputs(case)
 
     def exchange() -> tuple[Tensor, Tensor, Tensor]:
-        plan = backend.prepare(idx, call())
+        plan = backend.prepare(idx, call(), x=x, probs=probs)
         arrived = backend.dispatch(plan, x, probs, call())
         out, _ = backend.combine(plan, arrived.rows * 2, call(), weights=arrived.probs)
         return arrived.rows, arrived.probs, out

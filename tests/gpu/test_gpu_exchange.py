@@ -19,6 +19,9 @@ def common_cases() -> list[Case]:
     cases += [Case(dtype=dtype, exact=True, top_k=4) for dtype in scenarios.DTYPES]
     cases += [Case(tokens=(0, 5, 3, 0)), Case(tokens=(0,)), Case(tokens=(1,)), Case(tokens=(7, 4))]
     cases += [Case(fp8_scale=scale, hidden=384, alignment=16) for scale in ("fp32", "power_of_two")]
+    cases += [
+        Case(num_sms=n, tokens=(300, 129), fp8_scale=f) for n in (1, 40) for f in (None, "fp32")
+    ]
     cases += [Case(fp8_scale="fp32", dtype="fp32", hidden=2048 + 128)]
     cases += [Case(idx_dtype="int32"), Case(num_sms=1), Case(num_sms=16, tokens=(300, 129))]
     return cases
@@ -68,6 +71,10 @@ def test_capture_without_capacity() -> None:
 
 def test_objects_of_different_sizes() -> None:
     run_ranks(scenarios.check_sizes, 2, limit_s=120)
+
+
+def test_different_num_sms() -> None:
+    run_ranks(scenarios.check_different_num_sms, 4, limit_s=120)
 
 
 def test_capacity() -> None:
