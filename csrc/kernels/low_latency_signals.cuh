@@ -255,18 +255,6 @@ struct Senders {
   Waited waited;  // used where somebody wants to know it
 };
 
-// Looks at what a word of `peer` says about its operation. False: the kernel is to end.
-__device__ __forceinline__ bool check_word(const LowLatencyView& view, int peer, uint64_t operation,
-                                           Phase phase, uint64_t seen) {
-  if (word_tag(seen) != view.tag) {
-    record_fault(view.comm, peer, phase, operation, ready_word(operation, view.tag, false, 0),
-                 seen);
-    return false;
-  }
-  if (word_is_bad(seen)) view.comm.host->bad_peer = peer + 1;
-  return true;
-}
-
 // What a launch waits for, before it receives.
 struct Awaited {
   int64_t words;  // E of them, E/R of each rank in order
@@ -281,16 +269,29 @@ struct Awaited {
 // Waits for a ready word of `peer` for the operation. False: the kernel is to end.
 __device__ __forceinline__ bool poll_ready(const LowLatencyView& view, const Awaited& awaited,
                                            const uint64_t* word, int peer, uint64_t& seen) {
+  const CommView& comm = view.comm;
+  const uint32_t operation = static_cast<uint32_t>(awaited.operation);
+  const uint64_t expected = ready_word(awaited.operation, view.tag, false, 0);
   const auto look = [&] {
-    seen = ptx::load_acquire_system(word);
-    return word_operation(seen) == static_cast<uint32_t>(awaited.operation);
+    return word_operation(seen = ptx::load_acquire_system(word)) == operation;
   };
   const auto report = [&] {
-    record_fault(view.comm, peer, awaited.phase, awaited.operation,
-                 ready_word(awaited.operation, view.tag, false, 0), seen);
+    record_fault(comm, peer, awaited.phase, awaited.operation, expected, seen);
   };
-  return poll(view.comm, look, report) &&
-         check_word(view, peer, awaited.operation, awaited.phase, seen);
+  if (!poll(comm, look, report)) return false;
+  if (word_tag(seen) == view.tag) {
+    if (word_is_bad(seen)) comm.host->bad_peer = peer + 1;
+    return true;
+  }
+  // Another shape. After a fault no block sends, so first the peer must have this rank's word, too.
+  const int own = comm.rank * static_cast<int>(view.ranks.quotient(view.shape.num_experts));
+  const uint64_t* to_itself = word_at(view, comm.rank, awaited.words, own);
+  const auto sent = [&] {
+    return word_operation(ptx::load_acquire_system(to_itself)) == operation;
+  };
+  poll(comm, sent, [] {}, true);
+  report();
+  return false;
 }
 
 // Waits for the E words and calls store(i, count) for each; 0 for those that are not awaited.

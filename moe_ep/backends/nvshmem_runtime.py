@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import env
-from moe_ep.backends import cuda_limits, nvshmem_library, nvshmem_transport
+from moe_ep.backends import cuda_limits, nvshmem_library, nvshmem_transport, nvshmem_turn
 from moe_ep.backends.base import Call
 from moe_ep.backends.channel import Channel, exchange_json
 from moe_ep.backends.hosts import Hosts, find_hosts
@@ -103,8 +104,11 @@ class NvshmemRuntime:
             layout.internode, env.nvshmem_variables(), nvshmem_transport.has_adapters()
         )
         env.set_for_nvshmem(transport.variables)
-        unique_id = self._agree(layout, transport, call)
-        self._start(device, unique_id, call)
+        first = channel.rank == 0
+        turn = nvshmem_turn.to_start(call.timeout_s / 2) if first else nullcontext("")
+        with turn as problem:
+            unique_id = self._agree(layout, transport, call, problem)
+            self._start(device, unique_id, call)
         self._greet(call)
         self.transport = self._report(transport)
 
@@ -161,13 +165,16 @@ class NvshmemRuntime:
             for address in [buffer.address for buffer in self._buffers] + [self._ping_block]:
                 if not host.free(address, _GOODBYE_S):
                     return
-            host.finish(_GOODBYE_S)
+            with nvshmem_turn.to_leave(_GOODBYE_S):
+                host.finish(_GOODBYE_S)
         except RuntimeError:  # the CUDA context is gone, and the memory with it
             return
 
     # -- set-up: every decision is the same on all ranks ------------------------------------------
 
-    def _agree(self, layout: EPLayout, transport: Transport, call: Call) -> bytes:
+    def _agree(
+        self, layout: EPLayout, transport: Transport, call: Call, problem: str = ""
+    ) -> bytes:
         """Compares what must be equal; returns the unique id of rank 0. A barrier, too: all ranks
         are here and alive, so that NVSHMEM's own start, which cannot be bounded, need not wait."""
         mine = {"problem": "", "running": "", "id": "", "tokens": ""}
@@ -176,7 +183,7 @@ class NvshmemRuntime:
         try:
             mine["tokens"] = str(env.max_rdma_tokens() or layout.internode.max_rdma_tokens)
             mine["running"] = "in use" if self.core.is_running() else ""
-            mine["problem"] = self._misfit(transport) or ""
+            mine["problem"] = self._misfit(transport) or problem
             if self._channel.rank == 0 and not mine["problem"] and not mine["running"]:
                 mine["id"] = self.core.unique_id().hex()
         except ValueError as error:

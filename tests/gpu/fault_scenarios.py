@@ -120,17 +120,22 @@ def check_slow_peer(
 def check_lifecycle(rank: int, times: int) -> int:
     """Constructions and destructions in a row; returns the bytes of GPU memory they left."""
     case = Case(repeats=1, tokens=(8,))
-    for _ in range(2):
-        make_backend(case).destroy()
-    before = Target().used_bytes()
-    for number in range(times):
+
+    def live(number: int) -> None:
         backend = make_backend(case)
         x, idx, probs = make_inputs(case, number)
         plan = backend.prepare(idx, call())
         backend.combine(plan, backend.dispatch(plan, x, probs, call()).rows, call())
         backend.destroy()
         backend.destroy()
-    del x, idx, probs, plan
+
+    for number in range(2):  # what is loaded and cached once, on all ranks
+        live(number)
+    dist.barrier()
+    before = Target().used_bytes()
+    for number in range(times):
+        live(number)
+    dist.barrier()
     return Target().used_bytes() - before
 
 

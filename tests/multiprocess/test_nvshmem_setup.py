@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ep import EPLayout, ExpertParallel
+from moe_ep.backends import nvshmem_turn
 from moe_ep.backends.base import Call
 from moe_ep.backends.channel import Channel
 from moe_ep.backends.hosts import find_hosts
@@ -276,6 +277,26 @@ def late(rank: int, folder: str) -> tuple[str, float]:
         assert core.users == 0
         return str(error), time.monotonic() - begin
     return "", 0.0
+
+
+def second_job(rank: int, folder: str) -> str:
+    core = FileCore(Path(folder) / "second")
+    try:
+        NvshmemRuntime(
+            layout(2), Channel(dist.group.WORLD, 1), CPU, Call(0, "setup", 3.0), core=core
+        )
+    except BackendUnavailableError as error:
+        assert core.users == 0
+        return str(error)
+    return ""
+
+
+def test_another_job_is_starting(tmp_path: Path) -> None:
+    with nvshmem_turn.to_start(60) as problem:
+        assert problem == ""
+        for told in run_ranks(second_job, 2, str(tmp_path), limit_s=60):
+            assert "rank 0: another job has kept /dev/shm/moe_ep-nvshmem" in told, told
+    assert run_ranks(second_job, 2, str(tmp_path), limit_s=60) == ["", ""]
 
 
 def hangs(rank: int, folder: str) -> str:
