@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import sys
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flag_types import positive, positive_number
 from moe_ep import Buffer, env
 from moe_ep.low_latency_checks import dispatch_shape
 from moe_ep.testing import run_ranks
@@ -190,18 +190,16 @@ def soak(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Soak test of low-latency mode.")
     add = parser.add_argument
-    add("--ranks", type=_positive, default=2, help="where no launcher has set them")
-    add("--rounds", type=_positive, default=50_000)
-    add("--minutes", type=float, default=10.0)
-    add("--batch", type=_positive, default=500, help="rounds with the same inputs")
-    add("--tokens", type=_positive, default=32)
-    add("--hidden", type=_positive, default=1024)
-    add("--top-k", type=_positive, default=4)
-    add("--local", type=_positive, default=8, help="experts of a rank")
-    add("--num-sms", type=_positive, default=8)
+    add("--ranks", type=positive, default=2, help="where no launcher has set them")
+    add("--rounds", type=positive, default=50_000)
+    add("--minutes", type=positive_number, default=10.0)
+    add("--batch", type=positive, default=500, help="rounds with the same inputs")
+    add("--tokens", type=positive, default=32)
+    add("--hidden", type=positive, default=1024)
+    add("--top-k", type=positive, default=4)
+    add("--local", type=positive, default=8, help="experts of a rank")
+    add("--num-sms", type=positive, default=8)
     options = parser.parse_args(arguments)
-    if not 0 < options.minutes < math.inf:
-        parser.error(f"--minutes {options.minutes} is not a positive number")
     if env.under_torchrun():
         options.ranks = int(os.environ["WORLD_SIZE"])
     try:
@@ -217,13 +215,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return options
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 def main() -> int:

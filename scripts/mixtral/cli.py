@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from flag_types import positive
 from mixtral import deepspeed_options
 from mixtral.presets import MODELS
 
@@ -82,7 +83,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         help="tiny: 2 layers, hidden 64; small: 8 layers, hidden 512; mixtral_8x7b: the real "
         "sizes, refused where memory won't do (default: tiny)",
     )
-    add("--top-k", type=_positive, default=2, help="experts per token (default: 2)")
+    add("--top-k", type=positive, default=2, help="experts per token (default: 2)")
     add(
         "--data",
         type=Path,
@@ -110,32 +111,32 @@ def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--nproc",
-        type=_positive,
+        type=positive,
         help="processes on this host. Default: one per GPU; on the CPU 2, or what the flags below "
         "need. More processes than GPUs share them under MPS, their other data goes through gloo",
     )
     add(
         "--ep",
-        type=_positive,
+        type=positive,
         help="expert parallelism: over how many ranks a layer's experts are spread. Default: as "
         "many as there are ranks and experts for",
     )
     add(
         "--tp",
-        type=_positive,
+        type=positive,
         default=1,
         help="tensor parallelism of attention and embeddings, with sequence parallelism "
         "(default: 1)",
     )
     add(
         "--expert-tp",
-        type=_positive,
+        type=positive,
         default=1,
         help="tensor parallelism inside each expert (default: 1)",
     )
     add(
         "--pp",
-        type=_positive,
+        type=positive,
         default=1,
         help="pipeline parallelism: stages the layers are divided into (default: 1)",
     )
@@ -162,7 +163,7 @@ def _add_parallel_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--timeout-s",
-        type=_positive,
+        type=positive,
         help="seconds a rank waits for another before the run fails; replaces both time-outs of "
         "the EP layout (default: 300, and the layout's own)",
     )
@@ -172,22 +173,22 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--steps",
-        type=_positive,
+        type=positive,
         default=60,
         help="optimizer steps in all, resumed ones included (default: 60)",
     )
     add(
         "--micro-batch",
-        type=_positive,
+        type=positive,
         default=4,
         help="sequences a rank handles at once (default: 4)",
     )
     add(
         "--global-batch",
-        type=_positive,
+        type=positive,
         help="sequences per step over all ranks. Default: 2 micro-batches per data-parallel rank",
     )
-    add("--seq-len", type=_positive, help="bytes per sequence. Default: the model's own")
+    add("--seq-len", type=positive, help="bytes per sequence. Default: the model's own")
     add("--dtype", choices=("fp32", "bf16"), help="default: fp32; mixtral_8x7b: bf16")
     add("--lr", type=float, help="learning rate after the warm-up. Default: the model's own")
     add("--warmup", type=int, default=10, help="steps of linear warm-up (default: 10)")
@@ -236,13 +237,6 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="go on from the newest checkpoint of DIR, by default the folder of --save",
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flag_types import positive, positive_number
+
 ROOT = Path(__file__).resolve().parents[2]
 
 _DESCRIPTION = """\
@@ -48,17 +50,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--mode", choices=("training", "low_latency"), default="training")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=_positive_number, help="for both trainings (default: 1)")
-    length.add_argument("--steps", type=_positive, help="of each training, in place of --minutes")
-    add("--limit-minutes", type=_positive_number, help="of this call; a later one goes on")
+    length.add_argument("--minutes", type=positive_number, help="for both trainings (default: 1)")
+    length.add_argument("--steps", type=positive, help="of each training, in place of --minutes")
+    add("--limit-minutes", type=positive_number, help="of this call; a later one goes on")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--ranks", type=_positive, default=2, help="processes; experts over all (default: 2)")
+    add("--ranks", type=positive, default=2, help="processes; experts over all (default: 2)")
     add("--kills", type=int, help="ranks to kill (default: 1, with --minutes 3 and more: 2)")
-    add("--save-every", type=_positive, default=10, help="steps between checkpoints (default: 10)")
+    add("--save-every", type=positive, default=10, help="steps between checkpoints (default: 10)")
     add("--seed", type=int, default=1234, help="of weights, text and disturbances (default: 1234)")
-    add("--timeout-s", type=_positive_number, help="a rank waits for another at most so long; on a "
+    add("--timeout-s", type=positive_number, help="a rank waits for another at most so long; on a "
         "GPU also how long a kill takes to be noticed (default: cpu 60, cuda 20)")  # fmt: skip
-    add("--num-sms", type=_positive, default=8, help="blocks of a kernel, --device cuda "
+    add("--num-sms", type=positive, default=8, help="blocks of a kernel, --device cuda "
         "(default: 8, so that other work fits beside it)")  # fmt: skip
     add("--state", type=Path, default=ROOT / "runs" / "soak",
         help="folder of checkpoints, logs and report; what it holds is continued, so name another "
@@ -90,17 +92,3 @@ def settings(options: argparse.Namespace) -> dict:
     """What must not change while a soak goes on."""
     names = ("minutes", "steps", "device", "ranks", "kills", "save_every", "seed", "num_sms")
     return {name: getattr(options, name) for name in names}
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
-
-
-def _positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value

@@ -175,7 +175,7 @@ def test_wrong_options(flags: list[str], words: str, capsys: pytest.CaptureFixtu
     [
         (["--ranks", "0"], "--ranks: 0 is not a positive number"),
         (["--rounds", "0"], "--rounds: 0 is not a positive number"),
-        (["--minutes", "nan"], "--minutes nan is not a positive number"),
+        (["--minutes", "nan"], "--minutes: nan is not a positive number"),
         (["--top-k", "99"], "99 slots a token; with num_experts=16 it can have 1 to 16"),
         (["--hidden", "100"], "hidden=100; it must be a multiple of 8"),
     ],
