@@ -176,7 +176,8 @@ class Round:
         Raises:
             PeerTimeoutError: names the first peer that did not deliver; the channel is broken.
             OrderError: a peer is in another operation; the channel is broken.
-            PeerError: a peer reported bad input. `call.error`: this rank's own.
+            PeerError: a peer reported bad input.
+            `call.error`: this rank's own, in place of any of these.
         """
         with self:
             self._start_batch()
@@ -266,7 +267,8 @@ class Round:
                 time.sleep(50e-6)
             work.wait()
 
-    def _failure(self, peer: int | None, error: RuntimeError) -> PeerTimeoutError:
+    def _failure(self, peer: int | None, error: RuntimeError) -> Exception:
+        """What to raise: this rank's own error, if it has one, is what its log must tell."""
         who, call = self.channel.name(self.channel.rank), self.call
         whom = "a peer" if peer is None else self.channel.name(peer)
         if time.monotonic() >= self.deadline or "Timed out" in str(error):
@@ -280,7 +282,7 @@ class Round:
             advice = f"the process of {whom} has probably ended: see its log"
         message = f"{who} {what} in {call.phase}, operation {call.operation} ({advice})"
         self._fail(message)
-        return PeerTimeoutError(message)
+        return call.error or PeerTimeoutError(message)
 
     def _fail(self, message: str) -> None:
         self.channel.fail(message, [self._statuses, self._payload, self._batch])

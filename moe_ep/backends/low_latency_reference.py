@@ -9,7 +9,6 @@ low_latency_base.py.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,7 +26,7 @@ from moe_ep.backends.low_latency_base import (
     block_timeout,
     new_result,
 )
-from moe_ep.errors import BrokenError, PeerTimeoutError
+from moe_ep.errors import BrokenError
 from moe_ep.quant import quantize_fp8
 
 _EXPONENT_SHIFT = 23  # of an fp32
@@ -157,17 +156,14 @@ class ReferenceLowLatencyBackend:
             self._add_waiting(inputs.wait_stats, started)
 
         if call.error is not None:
-            with suppress(PeerTimeoutError):  # it may have waited for a block as long as its peers
-                receive()  # raises the error
-            raise call.error
+            receive()  # raises it
         return receive
 
     def refuse(self, shape: Shape | None, tag: int, call: Call) -> NoReturn:
         """Where all ranks do, they can go on; else everything stops."""
         self.check(call)
         assert call.error is not None
-        with suppress(PeerTimeoutError):  # what follows from the mistake is no news to this rank
-            Round(self._channel, call, f"{call.phase} refused").finish()
+        Round(self._channel, call, f"{call.phase} refused").finish()
         raise call.error
 
     def combine_buffer(self, shape: Shape, plan: Any, device: torch.device) -> Tensor:

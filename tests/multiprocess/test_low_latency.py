@@ -165,6 +165,27 @@ def test_block_signals() -> None:
     assert peer.startswith((told, gave_up)) and "rank 1" in peer, peer
 
 
+def _alone_with_its_error(rank: int) -> str:
+    """Rank 0 has gone before rank 1 gives up the wait for a signal of its own."""
+    os.environ["MOE_EP_TIMEOUT_S"] = "2"
+    case = Case(tokens=(6, 7), mode="plain")
+    buffer = make_buffer([case])
+    flight = send(buffer, case, 3, "cpu")
+    if rank == 1:
+        signals = torch.ones(case.local, dtype=torch.int32)
+        signals[2] = 0
+        arguments = (flight.recv_x, flight.idx, flight.weights, flight.handle)
+        with pytest.raises(PeerTimeoutError) as raised:
+            buffer.low_latency_combine(*arguments, block_signals=signals)
+        return str(raised.value)
+    return ""
+
+
+def test_a_rank_without_peers_tells_its_own_error() -> None:
+    culprit = run_ranks(_in_environment, 2, "_alone_with_its_error")[1]
+    assert culprit.startswith("rank 1 waited 2 s for its own signal of local expert 2"), culprit
+
+
 def _zero_copy(rank: int) -> None:
     """What counts is the buffer, not x, and a buffer serves one combine."""
     case = Case(tokens=(6, 7), mode="plain")
