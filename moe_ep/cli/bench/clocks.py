@@ -14,7 +14,7 @@ from tqdm import trange
 from moe_ep.cli.bench.ranks import Guard, Ranks
 
 COPY_BYTES = 1 << 30
-HOST_CALLS = 20
+HOST_WARMUP, HOST_CALLS = 20, 100
 GRAPH_CALLS = 10  # a replay itself takes about 50 us more where eight ranks share a GPU
 _HOLD_CYCLES = 4_000_000  # about 2 ms: longer than the host needs to launch one case
 
@@ -118,11 +118,13 @@ def in_graph(
 def on_host(case: Guard, ranks: Ranks) -> float:
     """Median time from the call in Python to its return, of calls back to back.
 
-    One barrier before them all: a barrier before each call would measure a process that has just
-    slept, with cold caches.
+    One barrier before them all, and some calls that don't count: the first ones after a barrier are
+    those of a process that has just slept, with cold caches.
     """
     case.run(torch.cuda.synchronize)
     ranks.barrier()
+    for _ in range(HOST_WARMUP):
+        case()
     times = []
     for _ in range(HOST_CALLS):
         begin = time.perf_counter()
