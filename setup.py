@@ -3,7 +3,7 @@ moe_ep._C_nvshmem, where NVSHMEM is found too (the wheel nvidia-nvshmem-cu12 or 
 matches nvcc, in the environment that is installed into; or NVSHMEM_DIR).
 
 MOE_EP_BUILD_CUDA=0 leaves both out, 1 insists on _C. MOE_EP_CUDA_ARCHS="8.0;9.0;10.0" chooses the
-GPU architectures.
+GPU architectures; without it, those of the three that nvcc knows.
 """
 
 import os
@@ -15,6 +15,9 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+NVCC = os.environ.get("CUDACXX", "nvcc")
+ARCHITECTURES = ("8.0", "9.0", "10.0")  # as in CMakeLists.txt
+
 
 def wants_cuda() -> bool:
     choice = os.environ.get("MOE_EP_BUILD_CUDA", "")
@@ -22,10 +25,26 @@ def wants_cuda() -> bool:
         return False
     if choice == "1":
         return True
-    found = shutil.which(os.environ.get("CUDACXX", "nvcc")) is not None
+    found = shutil.which(NVCC) is not None
     if not found:
         print("moe_ep: no nvcc on the PATH, installing without the CUDA core", file=sys.stderr)
     return found
+
+
+def architectures() -> str:
+    """What to compile for: CUDA before 12.8 knows no 10.0."""
+    asked = os.environ.get("MOE_EP_CUDA_ARCHS")
+    if asked:
+        return asked
+    listing = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    names = listing.stdout.split()
+    known = [arch for arch in ARCHITECTURES if f"compute_{arch.replace('.', '')}" in names]
+    left_out = ", ".join(arch for arch in ARCHITECTURES if arch not in known)
+    if not known:
+        raise SystemExit(f"moe_ep: {NVCC} knows none of the architectures {left_out}")
+    if left_out:
+        print(f"moe_ep: {NVCC} does not know architecture {left_out}: left out", file=sys.stderr)
+    return ";".join(known)
 
 
 class CMakeBuild(build_ext):
@@ -36,7 +55,11 @@ class CMakeBuild(build_ext):
         source, folder = Path(__file__).resolve().parent, Path(self.build_temp).resolve()
         configure = ["-S", source, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
         for step in (
-            [*configure, f"-DPython_EXECUTABLE={sys.executable}"],
+            [
+                *configure,
+                f"-DPython_EXECUTABLE={sys.executable}",
+                f"-DMOE_EP_CUDA_ARCHS={architectures()}",
+            ],
             ["--build", folder],
             ["--install", folder, "--prefix", destination],
         ):
