@@ -32,9 +32,9 @@ def wants_cuda() -> bool:
 
 
 def architectures() -> str:
-    """What to compile for: CUDA before 12.8 knows no 10.0."""
-    asked = os.environ.get("MOE_EP_CUDA_ARCHS")
-    if asked:
+    """What to compile for: CUDA before 12.8 knows no 10.0. Empty: what CMakeLists.txt says."""
+    asked = os.environ.get("MOE_EP_CUDA_ARCHS", "")
+    if asked or shutil.which(NVCC) is None:  # CMake looks elsewhere, too, and says what it lacks
         return asked
     listing = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True)
     names = listing.stdout.split()

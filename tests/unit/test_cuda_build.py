@@ -19,7 +19,7 @@ FIND_NVSHMEM = ROOT / "csrc" / "nvshmem" / "find_nvshmem.py"
 # libcu++ and CUB: up to CUDA 12 in include/ like all other headers, from 13 on in include/cccl.
 LIBRARIES = ("cub", "cuda", "nv", "thrust")
 
-Architectures = Callable[[], str]
+Architectures = Callable[[str], str]  # of the names that nvcc lists
 
 
 def sources(*suffixes: str, nvshmem: bool) -> list[str]:
@@ -112,7 +112,7 @@ def test_case_48_headers_that_nvshmem_wants(source: str, include: Path) -> None:
 
 
 @pytest.fixture
-def architectures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]:
+def architectures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Architectures:
     """What setup.py compiles for with an nvcc that knows the named ones."""
 
     def of(names: str) -> str:
@@ -122,7 +122,7 @@ def architectures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[
         monkeypatch.setenv("CUDACXX", str(nvcc))
         monkeypatch.setenv("MOE_EP_BUILD_CUDA", "0")
         monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-        chosen: Architectures = runpy.run_path(str(ROOT / "setup.py"))["architectures"]
+        chosen: Callable[[], str] = runpy.run_path(str(ROOT / "setup.py"))["architectures"]
         return chosen()
 
     return of
@@ -137,7 +137,7 @@ def architectures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[
     ],
 )
 def test_what_nvcc_does_not_know_is_left_out(
-    architectures: Callable[[str], str],
+    architectures: Architectures,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     names: str,
@@ -151,14 +151,22 @@ def test_what_nvcc_does_not_know_is_left_out(
 
 
 def test_architectures_that_are_asked_for(
-    architectures: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    architectures: Architectures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOE_EP_CUDA_ARCHS", "9.0a")
     assert architectures("compute_80") == "9.0a"
 
 
+def test_without_nvcc_cmake_has_the_word(
+    architectures: Architectures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOE_EP_CUDA_ARCHS", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert architectures("compute_80") == ""
+
+
 def test_an_nvcc_too_old_for_all(
-    architectures: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    architectures: Architectures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MOE_EP_CUDA_ARCHS", raising=False)
     with pytest.raises(SystemExit, match=r"none of the architectures 8\.0, 9\.0, 10\.0"):
