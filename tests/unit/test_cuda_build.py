@@ -63,13 +63,17 @@ def toolkit_headers() -> Path:
     return (Path(top.partition("=")[2]).parent / "include").resolve()
 
 
-def nvshmem() -> str:
-    """Its folder, of the wheel for whichever CUDA: their headers are alike."""
+@pytest.fixture(scope="module")
+def nvshmem_flags(include: Path) -> list[str]:
+    """For NVSHMEM, of the wheel for whichever CUDA (their headers are alike), and what it wants."""
     found = os.environ.get("NVSHMEM_DIR", "")
     for major in ("13", "12"):
         command = [sys.executable, str(FIND_NVSHMEM), major]
         found = found or subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return found
+    if not found:
+        pytest.skip("no NVSHMEM: set NVSHMEM_DIR or install its wheel")
+    folders = [Path(found) / "include", include / "cccl"]
+    return [flag for folder in folders if folder.is_dir() for flag in ("-isystem", str(folder))]
 
 
 def headers_are_found(source: str, include: Path, *flags: str) -> None:
@@ -92,20 +96,18 @@ def test_case_48_headers_of_kernels(source: str, include: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [path for path in sources(".cc", nvshmem=False) if "cuda" in Path(path).read_text()]
+    "source",
+    [name for name in sources(".cc", nvshmem=False) if "cuda" in (ROOT / name).read_text()],
 )
 def test_case_48_headers_of_the_host_part(source: str, include: Path) -> None:
     headers_are_found(source, include)
 
 
 @pytest.mark.parametrize("source", sources(".cu", ".cc", nvshmem=True))
-def test_case_48_headers_that_nvshmem_wants(source: str, include: Path) -> None:
-    found = nvshmem()
-    if not found:
-        pytest.skip("no NVSHMEM: set NVSHMEM_DIR or install its wheel")
-    libraries = include / "cccl"
-    more = ["-isystem", str(libraries)] if libraries.is_dir() else []
-    headers_are_found(source, include, "-isystem", f"{found}/include", *more)
+def test_case_48_headers_that_nvshmem_wants(
+    source: str, include: Path, nvshmem_flags: list[str]
+) -> None:
+    headers_are_found(source, include, *nvshmem_flags)
 
 
 # -- architectures --------------------------------------------------------------------------------
@@ -114,6 +116,7 @@ def test_case_48_headers_that_nvshmem_wants(source: str, include: Path) -> None:
 @pytest.fixture
 def architectures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Architectures:
     """What setup.py compiles for with an nvcc that knows the named ones."""
+    monkeypatch.delenv("MOE_EP_CUDA_ARCHS", raising=False)
 
     def of(names: str) -> str:
         nvcc = tmp_path / "nvcc"
@@ -138,16 +141,19 @@ def architectures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Architectu
 )
 def test_what_nvcc_does_not_know_is_left_out(
     architectures: Architectures,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     names: str,
     chosen: str,
     told: str,
 ) -> None:
-    monkeypatch.delenv("MOE_EP_CUDA_ARCHS", raising=False)
     assert architectures(names) == chosen
     said = capsys.readouterr().err
     assert told in said and bool(told) == bool(said)
+
+
+def test_those_that_cmake_builds_by_itself_are_the_same(architectures: Architectures) -> None:
+    ours = architectures("compute_80 compute_90 compute_100")
+    assert f'set(MOE_EP_CUDA_ARCHS "{ours}")' in (ROOT / "CMakeLists.txt").read_text()
 
 
 def test_architectures_that_are_asked_for(
@@ -160,14 +166,10 @@ def test_architectures_that_are_asked_for(
 def test_without_nvcc_cmake_has_the_word(
     architectures: Architectures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("MOE_EP_CUDA_ARCHS", raising=False)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert architectures("compute_80") == ""
 
 
-def test_an_nvcc_too_old_for_all(
-    architectures: Architectures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MOE_EP_CUDA_ARCHS", raising=False)
+def test_an_nvcc_too_old_for_all(architectures: Architectures) -> None:
     with pytest.raises(SystemExit, match=r"none of the architectures 8\.0, 9\.0, 10\.0"):
         architectures("compute_70 compute_75")
